@@ -1,0 +1,39 @@
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED) ## run the bare collective on a few ranks
+	$(BIN)/python examples/collective.py
+
+test: export OMP_NUM_THREADS := 1
+test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED) ## run the benchmarks one after another
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/wire.py
+	$(BIN)/python benchmarks/tracking.py
+	$(BIN)/python benchmarks/volume.py
+
+clean: ## remove caches and build products; .venv stays
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[mpi,train,report,dev]'
+	touch $@

@@ -1,0 +1,84 @@
+"""What an algorithm is, and the sparse reduce-scatter that two of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..channel import Channel
+from ..selection import Accumulator
+from ..sparse import SparseVector, sum_in_region
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What an allreduce came to, on one rank.
+
+    The sum over ranks is that of `parts`, added in order (the same on every rank), or P times `mean`.
+    `leaving` is what has left this rank's residual; a negative entry came to it. `skipped` means that some rank
+    met a non-finite number: all ranks return this, and nothing else in here counts.
+    """
+
+    parts: Sequence[SparseVector] = ()
+    mean: Tensor | None = None
+    leaving: Sequence[SparseVector] = ()
+    state: Any = None
+    local_count: int = 0
+    threshold: float = 0.0
+    global_threshold: float = 0.0
+    exact: bool = False
+    global_exact: bool = False
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """A sparse allreduce. Its fields are its hyper-parameters; what it learns from step to step is `state`."""
+
+    name: ClassVar[str]
+    band: ClassVar[tuple[float, float]] = (3 / 4, 5 / 4)
+    """The count a rank selects stays within these multiples of k."""
+
+    @abstractmethod
+    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
+        """Sum over all ranks what each selects of its acc, about k entries.
+
+        `state` is what the last reduction of this bucket returned, or None. A skipped step must leave it as it
+        was. Nothing is written to acc: the caller releases and finishes.
+        """
+
+
+def skip(state: Any) -> Reduction:
+    return Reduction(state=state, skipped=True)
+
+
+def equal_regions(size: int, world: int) -> list[int]:
+    """Edges of `world` contiguous regions; the first size mod world of them are one longer."""
+    quotient, remainder = divmod(size, world)
+    return [r * quotient + min(r, remainder) for r in range(world + 1)]
+
+
+def split_and_reduce(
+    channel: Channel, local: SparseVector, edges: Sequence[int], limit: int
+) -> tuple[SparseVector, SparseVector]:
+    """Sparse reduce-scatter: each entry goes to the owner of its region, who adds up in a fixed order.
+
+    Returns the sums of the own region, and the local selection as its receivers saw it.
+    """
+    rank = channel.rank
+    sent, incoming = channel.exchange(local.split(edges), edges, limit)
+    sums = sum_in_region(chain([sent[rank]], incoming), edges[rank], edges[rank + 1], local.size)
+    channel.note(bool(sums.values.isfinite().all()))
+    return sums, SparseVector.join(sent)
+
+
+def rounding_error(exact: SparseVector, seen: SparseVector) -> list[SparseVector]:
+    """What a lossy message lost comes back to its sender: as an entry of `leaving`, if there is any."""
+    if seen.values is exact.values:
+        return []
+    return [exact.with_values(seen.values - exact.values)]

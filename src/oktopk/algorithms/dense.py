@@ -1,0 +1,29 @@
+"""Dense: the allreduce everybody knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..channel import Channel
+from ..selection import Accumulator
+from .base import Algorithm, Reduction, skip
+
+
+@dataclass(frozen=True)
+class Dense(Algorithm):
+    """The mean of all gradients, by the library's allreduce. A residual, if there is one, goes out with them.
+
+    The 1/P comes before the sum, as in DistributedDataParallel: only that gives the same bits.
+    """
+
+    name: ClassVar[str] = "dense"
+
+    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
+        values = acc.values
+        mean = values.mul_(1.0 / channel.world) if acc.residual is None else values * (1.0 / channel.world)
+        if channel.world > 1:
+            channel.comm.all_reduce_(mean, "dense")
+        if not bool(mean.isfinite().all()):
+            return skip(state)
+        return Reduction(mean=mean, local_count=acc.size, state=state)

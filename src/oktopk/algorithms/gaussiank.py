@@ -1,0 +1,28 @@
+"""Gaussiank: a threshold from a normal fit instead of an exact top-k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..channel import Channel
+from ..selection import Accumulator, select_gaussian
+from .base import Algorithm, Reduction
+from .topka import gather_all
+
+
+@dataclass(frozen=True)
+class Gaussiank(Algorithm):
+    """Selects what a normal distribution fitted to |acc| says is the top k, then gathers as TopkA does.
+
+    Gradients are not normal, so the threshold is refined by counting, for `rounds` rounds at most, until 2k/3
+    to 4k/3 entries are above it. Words sent per rank: about 2k(P-1). Messages: ceil(log2 P).
+    """
+
+    name: ClassVar[str] = "gaussiank"
+    band: ClassVar[tuple[float, float]] = (2 / 3, 4 / 3)
+    rounds: int = 8
+
+    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
+        chosen = select_gaussian(acc, k, self.rounds)
+        return gather_all(channel, chosen, max(k, 4 * k // 3), state, state)

@@ -1,0 +1,75 @@
+"""gTopk: top-k of top-k's, merged along a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..channel import Channel
+from ..selection import Accumulator, select_exact
+from ..sparse import sum_in_region
+from .base import Algorithm, Reduction, rounding_error, skip
+
+
+@dataclass(frozen=True)
+class GTopk(Algorithm):
+    """Exact local top-k; pairs of ranks merge theirs and keep the k largest; rank 0 broadcasts the last k.
+
+        P = 6:   4 -> 0, 5 -> 1   (the ranks beyond the largest power of two fold in first)
+                 1 -> 0, 3 -> 2
+                 2 -> 0           and back by a binomial broadcast
+
+    At most 2k words per message and 2 ceil(log2 P) messages in a row at the root: 4k log P words. What a merge
+    drops goes to the residual of the rank that drops it, so that no mass is lost.
+    """
+
+    name: ClassVar[str] = "gtopk"
+
+    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
+        chosen = select_exact(acc, k, state)
+        channel.note(chosen.finite)
+        held, leaving = chosen.vector, [chosen.vector]
+        parent = None
+        for peer, receives in merges(channel.rank, channel.world):
+            if not receives:
+                parent = peer
+                break
+            merged = sum_in_region([held, channel.recv(peer, k)], 0, acc.size, acc.size)
+            channel.note(bool(merged.values.isfinite().all()))
+            held, dropped = merged.largest(k)
+            leaving.append(dropped.with_values(-dropped.values))
+        if parent is not None:
+            leaving += rounding_error(held, channel.send(held, parent))
+
+        result = channel.broadcast(held if channel.rank == 0 else None, k)
+        if channel.nonfinite:
+            return skip(state)
+        if channel.rank == 0:
+            leaving += rounding_error(held, result)
+        return Reduction(
+            parts=[result],
+            leaving=leaving,
+            state=chosen.threshold,
+            local_count=len(chosen.vector),
+            threshold=chosen.threshold,
+        )
+
+
+def merges(rank: int, world: int) -> list[tuple[int, bool]]:
+    """The peers of a rank on its way up the tree, and whether it receives from them; at most the last sends.
+
+    >>> [merges(rank, 6) for rank in range(6)]  # doctest: +NORMALIZE_WHITESPACE
+    [[(4, True), (1, True), (2, True)], [(5, True), (0, False)], [(3, True), (0, False)], [(2, False)],
+     [(0, False)], [(1, False)]]
+    """
+    power = 1 << (world.bit_length() - 1)
+    if rank >= power:
+        return [(rank - power, False)]
+    steps = [(rank + power, True)] if rank + power < world else []
+    distance = 1
+    while distance < power:
+        if rank & distance:
+            return [*steps, (rank - distance, False)]
+        steps.append((rank + distance, True))
+        distance *= 2
+    return steps

@@ -1,0 +1,217 @@
+"""Ok-Topk: sparse allreduce in less than 6k words per rank, whatever the number of ranks.
+
+S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.
+
+    rank 0   [ . a . . | . b . . | c . . . ]        local selection, cut at the regions' edges
+    rank 1   [ . d . . | . . . e | . . f . ]
+    rank 2   [ . . g . | . h . . | . . i . ]
+                 |          |         |             split and reduce: each region's parts go to its owner
+             0: a+d g   1: b+h e   2: c f+i         the owner keeps the sums above the global threshold
+                 \\__________|_________/             balance and all-gather
+    all      [ . a+d . . | . b+h . . | . . f+i . ]  an entry leaves a rank's residual only if that rank sent
+                                                    it and it survived
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from .. import wire
+from ..channel import Channel
+from ..comm import Communicator
+from ..kernels import SLOPE_STEP, SMALLEST
+from ..selection import Accumulator, TrackedSelection, Tracker, hard_cap, in_band
+from ..sparse import SparseVector
+from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
+
+
+@dataclass(frozen=True)
+class OkTopkTracking:
+    """What Ok-Topk remembers of a bucket: both thresholds, and the regions."""
+
+    local: Tracker | None = None
+    overall: Tracker | None = None
+    edges: tuple[int, ...] = ()
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Overall:
+    """The global selection as every rank knows it: who has how many of the entries that survive."""
+
+    own: SparseVector
+    sizes: list[int]
+    tracker: Tracker
+    exact: bool
+
+
+@dataclass(frozen=True)
+class OkTopk(Algorithm):
+    """Words sent per rank: 2k(P-1)/P to split, as many to gather, and at most as many again to balance.
+
+    Messages: P - 1 + ceil(log2 P), and P - 1 more to balance. `tau` is the number of steps between
+    re-partitions, `tau_prime` between exact evaluations of the thresholds; both also happen when needed.
+    Buffers are balanced when one is more than `imbalance` times their mean.
+    """
+
+    name: ClassVar[str] = "oktopk"
+    tau: int = 64
+    tau_prime: int = 32
+    imbalance: float = 2.0
+
+    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: OkTopkTracking | None) -> Reduction:
+        """One step, in the order of the paper."""
+        known = state or OkTopkTracking()
+        chosen, tracker, exact = TrackedSelection(self.tau_prime).select(acc, k, known.local)
+        channel.note(chosen.finite)
+
+        edges: Sequence[int] = known.edges
+        if known.steps % self.tau == 0 or len(edges) != channel.world + 1:
+            edges = balanced_regions(channel.comm, chosen.vector)
+
+        sums, sent = split_and_reduce(channel, chosen.vector, edges, hard_cap(k))
+        overall = self._select_overall(channel, sums, k, known.overall)
+        if overall is None:
+            return skip(state)
+
+        winners, lost = self._balance_and_gather(channel, overall, edges)
+        if channel.nonfinite:
+            return skip(state)
+        return Reduction(
+            parts=[winners],
+            leaving=[sent.common(winners), *lost],
+            state=replace(
+                known, local=tracker, overall=overall.tracker, edges=tuple(edges), steps=known.steps + 1
+            ),
+            local_count=len(chosen.vector),
+            threshold=chosen.threshold,
+            global_threshold=overall.tracker.threshold,
+            exact=exact,
+            global_exact=overall.exact,
+        )
+
+    def _select_overall(
+        self, channel: Channel, sums: SparseVector, k: int, tracker: Tracker | None
+    ) -> Overall | None:
+        """Which sums survive: about k over all regions, by a threshold that all ranks share.
+
+        One small all-gather tells everybody how many each owner keeps, the slope of the tail, and whether
+        some sum is not finite: then the answer is None, on all ranks.
+        """
+        due = tracker is None or tracker.age + 1 >= self.tau_prime or k == channel.size
+        threshold = math.inf if tracker is None else tracker.next_threshold(k)
+        magnitude = sums.values.abs()
+        mine = magnitude >= threshold
+        above = int((magnitude >= SLOPE_STEP * threshold).sum())
+        reports = channel.comm.all_gather_ints([int(mine.sum()), above, int(channel.nonfinite)], "counts")
+        if any(bad for _, _, bad in reports):
+            return None
+        sizes = [count for count, _, _ in reports]
+        tracker = tracker or Tracker(threshold, 0)
+        if not due and in_band(sum(sizes), k):
+            tracker = tracker.after(threshold, sum(sizes), sum(above for _, above, _ in reports))
+            return Overall(sums[mine], sizes, tracker, exact=False)
+        threshold, own, sizes = exact_overall(channel.comm, sums, k)
+        return Overall(own, sizes, tracker.after_exact(threshold, sum(sizes)), exact=True)
+
+    def _balance_and_gather(
+        self, channel: Channel, overall: Overall, edges: Sequence[int]
+    ) -> tuple[SparseVector, list[SparseVector]]:
+        """Everybody's survivors on every rank, and what rounding on the way gives back to this rank's residual."""
+        own, sizes = overall.own, overall.sizes
+        lost: list[SparseVector] = []
+        mean = -(-sum(sizes) // channel.world)
+        regions: Sequence[int] | None = edges
+        if max(sizes) > self.imbalance * mean:
+            own, lost = balance(channel, own, sizes)
+            sizes, regions = [mean] * channel.world, None
+        capacity = wire.capacity(max(sizes), channel.size, channel.values)
+        parts = channel.all_gather(own, capacity, regions)
+        return SparseVector.join(parts), [*lost, *rounding_error(own, parts[channel.rank])]
+
+
+def balanced_regions(comm: Communicator, local: SparseVector) -> list[int]:
+    """Edges of P regions that split the selections evenly: the mean over ranks of what each would choose."""
+    world, count = comm.world, len(local)
+    proposal = torch.tensor(equal_regions(local.size, world)[1:-1], dtype=torch.int64)
+    if count >= world:
+        cuts = torch.tensor([count * part // world for part in range(1, world)], dtype=torch.int64)
+        proposal = local.indices.cpu()[cuts].to(torch.int64)
+    if world > 1:
+        comm.all_reduce_(proposal, "regions", control=True)
+    return [0, *(proposal // world).tolist(), local.size]
+
+
+def exact_overall(comm: Communicator, sums: SparseVector, k: int) -> tuple[float, SparseVector, list[int]]:
+    """(threshold, own survivors, how many each rank has): exactly the k largest sums over all ranks.
+
+    Ties go to the lowest index: regions are in rank order, so lower ranks take theirs first.
+    """
+    threshold = 0.0 if k == sums.size else max(SMALLEST, kth_over_ranks(comm, sums, k))
+    magnitude = sums.values.abs()
+    larger, equal = magnitude > threshold, magnitude == threshold
+    reports = comm.all_gather_ints([int(larger.sum()), int(equal.sum())], "exact counts")
+    room = k - sum(count for count, _ in reports)
+    sizes, my_ties = [], 0
+    for rank, (count, ties) in enumerate(reports):
+        taken = min(ties, max(0, room))
+        room -= taken
+        sizes.append(count + taken)
+        if rank == comm.rank:
+            my_ties = taken
+    larger[torch.nonzero(equal).flatten()[:my_ties]] = True
+    return threshold, sums[larger], sizes
+
+
+def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
+    """The k-th largest magnitude over all ranks, 0 if there are fewer: by three small histograms.
+
+    Positive floats are ordered like their bits, so the answer is found 11, 11 and 10 bits at a time.
+    """
+    bits = sums.values.abs().cpu().contiguous().view(torch.int32).to(torch.int64)
+    prefix = 0
+    for shift, width in ((21, 11), (10, 11), (0, 10)):
+        histogram = torch.bincount((bits >> shift) & ((1 << width) - 1), minlength=1 << width)
+        if comm.world > 1:
+            comm.all_reduce_(histogram, "histogram", control=True)
+        from_top = histogram.flip(0).cumsum(0)
+        if int(from_top[-1]) < k:
+            return 0.0
+        place = int(torch.searchsorted(from_top, k))
+        digit = (1 << width) - 1 - place
+        k -= int(from_top[place - 1]) if place else 0
+        bits = bits[(bits >> shift) & ((1 << width) - 1) == digit]
+        prefix |= digit << shift
+    return torch.tensor(prefix, dtype=torch.int32).view(torch.float32).item()
+
+
+def balance(channel: Channel, own: SparseVector, sizes: Sequence[int]) -> tuple[SparseVector, list[SparseVector]]:
+    """Even out the buffers: of all entries in a line, block j of about equal length goes to rank j.
+
+    Returns this rank's block, and what rounding on the way gives back to its residual.
+    """
+    line = [0]
+    for size in sizes:
+        line.append(line[-1] + size)
+    blocks = equal_regions(line[-1], channel.world)
+    start, rank = line[channel.rank], channel.rank
+    outgoing = [own[slice(*overlap(line, rank, blocks, peer, start))] for peer in range(channel.world)]
+    counts = [stop - begin for begin, stop in (overlap(line, r, blocks, rank) for r in range(channel.world))]
+    sent, arrived = channel.rearrange(outgoing, [count > 0 for count in counts], blocks[1] - blocks[0])
+    arrived[rank] = outgoing[rank]
+    block = SparseVector.join([arrived[r] for r in range(channel.world) if counts[r] or r == rank])
+    return block, rounding_error(own, SparseVector.join(sent)) if len(own) else []
+
+
+def overlap(
+    line: Sequence[int], owner: int, blocks: Sequence[int], block: int, origin: int = 0
+) -> tuple[int, int]:
+    """The part of an owner's interval of the line that lies in a block, counted from origin; (x, x) if none."""
+    start = max(line[owner], blocks[block])
+    stop = max(start, min(line[owner + 1], blocks[block + 1]))
+    return start - origin, stop - origin

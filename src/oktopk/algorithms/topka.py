@@ -1,0 +1,43 @@
+"""TopkA: everybody's top-k, gathered by everybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .. import wire
+from ..channel import Channel
+from ..selection import Accumulator, Chosen, select_exact
+from .base import Algorithm, Reduction, skip
+
+
+@dataclass(frozen=True)
+class TopkA(Algorithm):
+    """Exact local top-k, all-gathered and summed; the result has up to kP entries.
+
+    Words sent per rank: 2k(P-1). Messages: ceil(log2 P). Nothing that is sent can be refused, so all of it
+    leaves the residual. The state is the last threshold, which tells the selection where to look first.
+    """
+
+    name: ClassVar[str] = "topka"
+
+    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
+        chosen = select_exact(acc, k, state)
+        return gather_all(channel, chosen, k, state, chosen.threshold)
+
+
+def gather_all(channel: Channel, chosen: Chosen, limit: int, state: Any, next_state: Any) -> Reduction:
+    """All-gather what each rank has chosen, at most `limit` entries."""
+    channel.note(chosen.finite)
+    capacity = wire.capacity(limit, channel.size, channel.values)
+    parts = channel.all_gather(chosen.vector, capacity)
+    if channel.nonfinite:
+        return skip(state)
+    own = parts[channel.rank]
+    return Reduction(
+        parts=parts,
+        leaving=[own],
+        state=next_state,
+        local_count=len(own),
+        threshold=chosen.threshold,
+    )

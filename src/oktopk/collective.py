@@ -1,0 +1,139 @@
+"""sparse_allreduce: the bare collective, over any algorithm and any communicator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .algorithms import Algorithm, find_algorithm
+from .channel import Channel
+from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
+from .reducer import reduce_step
+from .selection import Accumulator, target_count
+from .wire import VALUE_CODES
+
+
+@dataclass(frozen=True)
+class Info:
+    """What one sparse_allreduce did on this rank."""
+
+    algorithm: str
+    size: int
+    target: int
+    """k, the number of entries the density stands for."""
+    local_count: int
+    """How many entries this rank selected."""
+    result_count: int
+    """How many entries of the result are not zero."""
+    threshold: float
+    global_threshold: float
+    exact: bool
+    """The local threshold was evaluated exactly on this step."""
+    global_exact: bool
+    skipped: bool
+    """Some rank met a NaN or an infinity: the result is zero and every residual is as it was."""
+    traffic: dict[Operation, Traffic]
+    payload: Traffic
+    control: Traffic
+    state: Any
+    """Pass it to the next call on the same tensor, so that thresholds and regions are followed."""
+
+
+@torch.no_grad()
+def sparse_allreduce(
+    tensor: Tensor,
+    density: float = 0.01,
+    algorithm: str | Algorithm = "oktopk",
+    residual: Tensor | None = None,
+    comm: Communicator | None = None,
+    *,
+    values: str = "fp32",
+    state: Any = None,
+    step: int = 0,
+) -> tuple[Tensor, Info]:
+    """The mean of `tensor` over all ranks, made of the entries that matter.
+
+    The residual (float32, as many entries as the tensor) is added to the tensor first and is updated in place:
+    it keeps what was not sent. Without one, what is not sent is lost. `values` is the value format on the wire:
+    fp32, bf16 or fp16. The tensor may be of any floating type and shape; the result has the same.
+
+    All ranks must call it with arguments that fit; a mistake on one rank is a ValueError on all of them.
+
+    >>> import oktopk
+    >>> def mean(comm):
+    ...     tensor = torch.tensor([0.0, 4.0, 0.1, 0.0]) * (comm.rank + 1)
+    ...     return oktopk.sparse_allreduce(tensor, density=0.25, comm=comm)[0].tolist()
+    >>> oktopk.run_threads(2, mean)
+    [[0.0, 6.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]]
+    """
+    meter = Metered(default_communicator() if comm is None else comm)
+    problem = _problem(tensor, density, algorithm, residual, values)
+    followed = f"{type(state).__name__} {getattr(state, 'steps', '')}"
+    agree(
+        meter,
+        {
+            "tensor size": tensor.numel() if isinstance(tensor, Tensor) else 0,
+            "density": density,
+            "algorithm": repr(algorithm),
+            "values": values,
+            "residual": "none" if residual is None else "given",
+            "state": followed.strip(),
+            "step": step,
+        },
+        problem,
+    )
+    chosen = find_algorithm(algorithm)
+    work = tensor.detach().to(torch.float32, copy=True).contiguous().view(-1)
+    acc = Accumulator(work, None if residual is None else residual.view(-1))
+    k = target_count(acc.size, density)
+    channel = Channel(meter, acc.size, step=step, values=VALUE_CODES[values], device=work.device)
+    reduction, found = reduce_step(chosen, channel, acc, k, state)
+    info = Info(
+        algorithm=chosen.name,
+        size=acc.size,
+        target=k,
+        local_count=reduction.local_count,
+        result_count=found,
+        threshold=reduction.threshold,
+        global_threshold=reduction.global_threshold,
+        exact=reduction.exact,
+        global_exact=reduction.global_exact,
+        skipped=reduction.skipped,
+        traffic=meter.traffic,
+        payload=meter.payload(),
+        control=meter.control(),
+        state=reduction.state,
+    )
+    return work.view(tensor.shape).to(tensor.dtype), info
+
+
+def _problem(
+    tensor: Tensor, density: float, algorithm: str | Algorithm, residual: Tensor | None, values: str
+) -> str | None:
+    """What is wrong with the arguments, and what to do about it."""
+    if not isinstance(tensor, Tensor):
+        return f"tensor must be a torch.Tensor, got {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"tensor must be dense, got layout {tensor.layout}: call to_dense() on it first"
+    if not tensor.is_floating_point():
+        return f"tensor must be of a floating type, got {tensor.dtype}: convert it first"
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+        return f"density must be in (0, 1], got {density}"
+    if values not in VALUE_CODES:
+        return f"unknown value format {values!r}: choose one of {', '.join(VALUE_CODES)}"
+    if residual is not None:
+        if residual.dtype != torch.float32 or residual.numel() != tensor.numel():
+            return (
+                f"residual must be float32 with {tensor.numel()} entries like the tensor, "
+                f"got {residual.dtype} with {residual.numel()}"
+            )
+        if not residual.is_contiguous() or residual.device != tensor.device:
+            return "residual must be contiguous and on the device of the tensor"
+    try:
+        find_algorithm(algorithm)
+    except ValueError as error:
+        return str(error)
+    return None

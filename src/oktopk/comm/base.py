@@ -1,0 +1,255 @@
+"""What a transport is, and the ragged collectives that all of them share.
+
+A *message* is a 1-D uint8 CPU tensor whose first eight bytes hold its own length, little-endian. A transport
+that cannot tell how much has arrived reads it there, so that a receive needs no size exchanged beforehand: it
+is posted with a capacity, an upper bound that every rank knows.
+
+A transport implements three primitives: post_send, post_recv and all_reduce_. Everything else is built on
+them here, once; a decorator that counts or disturbs messages wraps the same three.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from ..errors import CommError, WireError
+
+DEFAULT_TIMEOUT = 300.0
+_LENGTH = struct.Struct("<Q")
+_WINDOW = 8
+"""How many pairs of an all-to-all are in flight at once: enough to keep the link busy while one is summed."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a message belongs to: for the meter, and for errors that say where they happened."""
+
+    name: str
+    phase: str
+    control: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.phase})"
+
+
+class Pending(Protocol):
+    """A send or receive under way."""
+
+    def wait(self, deadline: float) -> Tensor:
+        """Block until done or until time.monotonic() passes the deadline; a receive gives its message."""
+        ...
+
+
+def pack(payload: Tensor) -> Tensor:
+    """Any 1-D tensor as a message."""
+    body = payload.contiguous().view(torch.uint8)
+    message = torch.empty(_LENGTH.size + body.numel(), dtype=torch.uint8)
+    _LENGTH.pack_into(message.numpy().data, 0, message.numel())
+    message[_LENGTH.size :] = body
+    return message
+
+
+def unpack(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """The payload of a packed message."""
+    body = message[_LENGTH.size :]
+    if body.numel() % dtype.itemsize:
+        raise WireError(f"a packed message of {body.numel()} bytes does not hold {dtype}")
+    return body.clone().view(dtype)
+
+
+def packed_bytes(payload_bytes: int) -> int:
+    return _LENGTH.size + payload_bytes
+
+
+def trim(buffer: Tensor, peer: int, operation: Operation) -> Tensor:
+    """The message at the start of a receive buffer."""
+    length = _LENGTH.unpack_from(buffer.numpy().data)[0] if buffer.numel() >= _LENGTH.size else 0
+    if not _LENGTH.size <= length <= buffer.numel():
+        raise WireError(f"{operation}: the message from rank {peer} says {length} of {buffer.numel()} bytes")
+    return buffer[:length]
+
+
+def _lay_end_to_end(messages: Sequence[Tensor]) -> Tensor:
+    return messages[0] if len(messages) == 1 else pack(torch.cat(list(messages)))
+
+
+def _take_apart(message: Tensor, count: int, peer: int, operation: Operation) -> list[Tensor]:
+    if count == 1:
+        return [message]
+    rest = message[_LENGTH.size :]
+    parts = []
+    for _ in range(count):
+        parts.append(trim(rest, peer, operation))
+        rest = rest[parts[-1].numel() :]
+    if rest.numel():
+        raise WireError(f"{operation}: {rest.numel()} bytes too many from rank {peer}")
+    return parts
+
+
+class Communicator(ABC):
+    """One rank's connection to the others. Every operation is collective, blocking, and bounded by `timeout`."""
+
+    def __init__(self, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.rank = rank
+        self.world = world
+        self.timeout = timeout
+
+    # What a transport provides. Messages between two ranks arrive in the order they were posted.
+
+    @abstractmethod
+    def post_send(self, message: Tensor, peer: int, operation: Operation) -> Pending: ...
+
+    @abstractmethod
+    def post_recv(self, capacity: int, peer: int, operation: Operation) -> Pending: ...
+
+    @abstractmethod
+    def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
+        """Sum x over all ranks, in place; the same bits on every rank."""
+
+    def measure(self, operation: Operation) -> AbstractContextManager[None]:
+        """Entered around each operation below; Metered takes its time here."""
+        return nullcontext()
+
+    def close(self) -> None:  # noqa: B027 - most transports have nothing to release
+        """Give back what the communicator holds. It must not be used afterwards."""
+
+    # What everybody gets.
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.timeout
+
+    @final
+    def send(self, message: Tensor, peer: int, phase: str, *, control: bool = False) -> None:
+        operation = Operation("send", phase, control)
+        with self.measure(operation):
+            self.post_send(message, peer, operation).wait(self._deadline())
+
+    @final
+    def recv(self, capacity: int, peer: int, phase: str, *, control: bool = False) -> Tensor:
+        operation = Operation("recv", phase, control)
+        with self.measure(operation):
+            return self.post_recv(capacity, peer, operation).wait(self._deadline())
+
+    @final
+    def broadcast(self, message: Tensor | None, capacity: int, phase: str, *, control: bool = False) -> Tensor:
+        """Rank 0's message, on every rank, along a binomial tree: ceil(log2 P) messages in a row.
+
+        P = 5:   0 -> 1   then   0 -> 2, 1 -> 3   then   0 -> 4
+        """
+        operation = Operation("broadcast", phase, control)
+        deadline = self._deadline()
+        with self.measure(operation):
+            first = 1  # the distance at which this rank starts to pass the message on
+            if self.rank:
+                first = 1 << self.rank.bit_length()
+                message = self.post_recv(capacity, self.rank - first // 2, operation).wait(deadline)
+            if message is None:
+                raise CommError(f"{operation}: rank 0 has no message to broadcast")
+            sends = []
+            while self.rank + first < self.world:
+                sends.append(self.post_send(message, self.rank + first, operation))
+                first *= 2
+            for pending in sends:
+                pending.wait(deadline)
+            return message
+
+    @final
+    def all_gather(self, message: Tensor, capacity: int, phase: str, *, control: bool = False) -> list[Tensor]:
+        """Everybody's message, in rank order, of whatever length up to `capacity` (Bruck's algorithm).
+
+        ceil(log2 P) messages per rank, and no byte is received twice. After the exchange at distance d, rank r
+        holds the messages of r, r+1, …, r+2d-1; the last exchange passes only what is still missing.
+
+            P = 5, rank 0 holds:   0   ->   0 1   ->   0 1 2 3   ->   0 1 2 3 4
+            and sends              0 to 4,   0 1 to 3,   0 to 1
+        """
+        operation = Operation("all_gather", phase, control)
+        self._check_fits(message, capacity, operation)
+        deadline = self._deadline()
+        with self.measure(operation):
+            held = [message]
+            while len(held) < self.world:
+                distance = len(held)
+                batch = min(distance, self.world - distance)
+                to, source = (self.rank - distance) % self.world, (self.rank + distance) % self.world
+                room = capacity if batch == 1 else packed_bytes(batch * capacity)
+                incoming = self.post_recv(room, source, operation)
+                sending = self.post_send(_lay_end_to_end(held[:batch]), to, operation)
+                held += _take_apart(incoming.wait(deadline), batch, source, operation)
+                sending.wait(deadline)
+            return [held[(r - self.rank) % self.world] for r in range(self.world)]
+
+    @final
+    def exchange(
+        self,
+        messages: Sequence[Tensor | None],
+        capacity: int,
+        phase: str,
+        *,
+        sources: Sequence[bool] | None = None,
+        control: bool = False,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Send messages[j] to each rank j and yield (source, its message), in the order r-1, r-2, …
+
+        Step i sends to r+i and receives from r-i, so that nobody is hit by all at once, and a few steps are in
+        flight while the caller works on one. A None is not sent; then `sources` says who sends to this rank.
+        """
+        operation = Operation("all_to_all", phase, control)
+        for message in messages:
+            if message is not None:
+                self._check_fits(message, capacity, operation)
+        deadline = self._deadline()
+        receives: dict[int, Pending] = {}
+        sends: list[Pending] = []
+
+        def post(step: int) -> None:
+            to, source = (self.rank + step) % self.world, (self.rank - step) % self.world
+            if sources is None or sources[source]:
+                receives[source] = self.post_recv(capacity, source, operation)
+            outgoing = messages[to]
+            if outgoing is not None:
+                sends.append(self.post_send(outgoing, to, operation))
+
+        with self.measure(operation):
+            for step in range(1, min(_WINDOW, self.world)):
+                post(step)
+        for step in range(1, self.world):
+            source = (self.rank - step) % self.world
+            with self.measure(operation):
+                if step + _WINDOW - 1 < self.world:
+                    post(step + _WINDOW - 1)
+                arrived = receives.pop(source).wait(deadline) if source in receives else None
+            if arrived is not None:
+                yield source, arrived
+        with self.measure(operation):
+            for pending in sends:
+                pending.wait(deadline)
+
+    @final
+    def all_to_all(
+        self, messages: Sequence[Tensor], capacity: int, phase: str, *, control: bool = False
+    ) -> list[Tensor]:
+        """messages[j] goes to rank j; the result has what each rank sent here, in rank order."""
+        received = dict(self.exchange(messages, capacity, phase, control=control))
+        received[self.rank] = messages[self.rank]
+        return [received[r] for r in range(self.world)]
+
+    @final
+    def all_gather_ints(self, numbers: Sequence[int], phase: str) -> list[list[int]]:
+        """A few integers of every rank, in rank order: control traffic."""
+        message = pack(torch.tensor(list(numbers), dtype=torch.int64))
+        gathered = self.all_gather(message, message.numel(), phase, control=True)
+        return [unpack(m, torch.int64).tolist() for m in gathered]
+
+    def _check_fits(self, message: Tensor, capacity: int, operation: Operation) -> None:
+        if message.numel() > capacity:
+            raise CommError(f"{operation}: a message of {message.numel()} bytes for a capacity of {capacity}")

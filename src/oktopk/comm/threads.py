@@ -1,0 +1,159 @@
+"""Ranks as threads of one process: for tests, notebooks and simulation."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from ..errors import Aborted, CommTimeout
+from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
+
+T = TypeVar("T")
+
+
+class _Mailbox:
+    """The messages on their way to one rank."""
+
+    def __init__(self, world: int) -> None:
+        self.changed = threading.Condition()
+        self.queues: list[deque[Tensor]] = [deque() for _ in range(world)]
+
+
+class _World:
+    """What the ranks share: a mailbox each, and the first failure."""
+
+    def __init__(self, size: int) -> None:
+        self.boxes = [_Mailbox(size) for _ in range(size)]
+        self.failed: tuple[int, BaseException] | None = None
+        self._lock = threading.Lock()
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """Wake everybody up; the first failure is the one that counts."""
+        with self._lock:
+            self.failed = self.failed or (rank, error)
+        for box in self.boxes:
+            with box.changed:
+                box.changed.notify_all()
+
+    def check(self, operation: Operation) -> None:
+        if self.failed is not None:
+            raise Aborted(f"{operation}: given up because rank {self.failed[0]} failed: {self.failed[1]!r}")
+
+
+class _Sent:
+    def __init__(self, message: Tensor) -> None:
+        self.message = message
+
+    def wait(self, deadline: float) -> Tensor:
+        return self.message
+
+
+class _Receiving:
+    def __init__(self, comm: ThreadCommunicator, capacity: int, peer: int, operation: Operation) -> None:
+        self.comm, self.capacity, self.peer, self.operation = comm, capacity, peer, operation
+
+    def wait(self, deadline: float) -> Tensor:
+        message = self.comm.take(self.peer, deadline, self.operation)
+        return trim(message[: self.capacity], self.peer, self.operation)
+
+
+class ThreadCommunicator(Communicator):
+    """One rank of a world of threads."""
+
+    def __init__(self, shared: _World, rank: int, timeout: float = DEFAULT_TIMEOUT) -> None:
+        super().__init__(rank, len(shared.boxes), timeout)
+        self._shared = shared
+
+    def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Sent:
+        self._shared.check(operation)
+        self._put(message.clone(), peer)  # the sender may reuse its buffer, as with a real network
+        return _Sent(message)
+
+    def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Receiving:
+        return _Receiving(self, capacity, peer, operation)
+
+    def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
+        """Rank 0 adds up in rank order and hands out the sum."""
+        operation = Operation("all_reduce", phase, control)
+        self._shared.check(operation)
+        deadline = self._deadline()
+        if self.rank:
+            self._put(x.clone(), 0)
+            x.copy_(self.take(0, deadline, operation))
+            return
+        for peer in range(1, self.world):
+            x += self.take(peer, deadline, operation)
+        for peer in range(1, self.world):
+            self._put(x.clone(), peer)
+
+    def _put(self, message: Tensor, peer: int) -> None:
+        box = self._shared.boxes[peer]
+        with box.changed:
+            box.queues[self.rank].append(message)
+            box.changed.notify_all()
+
+    def take(self, peer: int, deadline: float, operation: Operation) -> Tensor:
+        box = self._shared.boxes[self.rank]
+        queue = box.queues[peer]
+        with box.changed:
+            box.changed.wait_for(
+                lambda: queue or self._shared.failed, timeout=max(0.0, deadline - time.monotonic())
+            )
+            if queue:
+                return queue.popleft()
+        self._shared.check(operation)
+        raise CommTimeout(f"{operation}: no message from rank {peer} within {self.timeout:g} s")
+
+
+def alone() -> ThreadCommunicator:
+    """The only rank of a world of one."""
+    return ThreadCommunicator(_World(1), 0)
+
+
+def run_threads(world: int, fn: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
+    """Call fn(comm) on `world` ranks, each a thread of this process; the results in rank order.
+
+    A rank that raises ends all the others at their next communication, and its error is raised here.
+
+    >>> import torch
+    >>> def total(comm):
+    ...     x = torch.tensor([float(comm.rank)])
+    ...     comm.all_reduce_(x, "example")
+    ...     return x.item()
+    >>> run_threads(3, total)
+    [3.0, 3.0, 3.0]
+    """
+    if world < 1:
+        raise ValueError(f"world must be at least 1, got {world}")
+    shared = _World(world)
+    results: dict[int, T] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = fn(ThreadCommunicator(shared, rank, timeout))
+        except BaseException as error:  # handed to the caller below, whatever it is
+            shared.abort(rank, error)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"oktopk-rank-{rank}", daemon=True)
+        for rank in range(world)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt as interrupt:
+        shared.abort(-1, interrupt)
+        raise
+    if shared.failed is not None:
+        rank, error = shared.failed
+        if world > 1 and hasattr(error, "add_note"):
+            error.add_note(f"raised on rank {rank} of {world}")
+        raise error
+    return [results[rank] for rank in range(world)]

@@ -1,0 +1,23 @@
+"""Every error the library raises on purpose."""
+
+from __future__ import annotations
+
+
+class OkTopkError(RuntimeError):
+    """Base class of the library's own errors."""
+
+
+class CommError(OkTopkError):
+    """A message could not be sent or received; the communicator is no longer usable."""
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A peer did not answer within the communicator's timeout."""
+
+
+class Aborted(CommError):
+    """Another rank of the same thread world failed; its error is the one to look at."""
+
+
+class WireError(OkTopkError):
+    """A message is damaged, stale, or was meant for somebody else."""

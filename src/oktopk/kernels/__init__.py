@@ -1,0 +1,47 @@
+"""Compute kernels, chosen by device: `reference` is torch and runs anywhere, `cpu` is Numba.
+
+All of them take 1-D contiguous float32 tensors; what they compute is defined by `reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from . import reference
+from .types import SLOPE_STEP, SMALLEST, Picked, index_dtype
+
+
+class Backend(Protocol):
+    """One implementation of the kernels."""
+
+    def accumulate_select(
+        self, residual: Tensor, grad: Tensor, threshold: float, capacity: int, keep_old: bool = ...
+    ) -> Picked: ...
+    def select(self, x: Tensor, threshold: float, capacity: int) -> Picked: ...
+    def first_equal(self, x: Tensor, magnitude: float, limit: int) -> Tensor: ...
+    def kth_magnitude(self, x: Tensor, k: int) -> float: ...
+    def sampled_threshold(self, x: Tensor, k: int, margin: float = ...) -> float: ...
+    def magnitude_moments(self, x: Tensor) -> tuple[float, float]: ...
+    def scatter_add_(self, out: Tensor, indices: Tensor, values: Tensor) -> int: ...
+    def union_sum(self, parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]: ...
+    def common(self, a: Tensor, b: Tensor) -> Tensor: ...
+
+
+_by_device: dict[str, Backend] = {}
+try:
+    from . import cpu
+except ImportError:  # Numba has no build for this platform: the torch kernels do the same, slower
+    pass
+else:
+    _by_device["cpu"] = cpu
+
+
+def backend(x: Tensor) -> Backend:
+    """The kernels for the device of x."""
+    return _by_device.get(x.device.type, reference)
+
+
+__all__ = ["SLOPE_STEP", "SMALLEST", "Backend", "Picked", "backend", "index_dtype", "reference"]

@@ -1,0 +1,246 @@
+"""Index codes, value codes and the checksum in plain NumPy: the definition of the byte streams.
+
+`coding_cpu` is the same, compiled. Index codes take strictly increasing offsets 0 <= x[0] < x[1] < … < span
+from `base`. Their decoders trust nothing: they return False for a stream that is too short, too long, not
+increasing, or leaves the span. Streams are uint8 arrays that start at a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class IndexCode(IntEnum):
+    """How the indices of a message are written."""
+
+    RAW32 = 0
+    RAW64 = 1
+    DELTA8 = 2
+    DELTA16 = 3
+    ELIAS_FANO = 4
+    FULL = 5  # every index of the region: nothing to write
+
+
+class ValueCode(IntEnum):
+    """How the values of a message are written; FP16 over a power of two, so that the largest one fits."""
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+
+    @property
+    def width(self) -> int:
+        return 4 if self is ValueCode.FP32 else 2
+
+
+def write_indices(indices: Array, code: int, low: int, start: int, span: int, out: Array) -> None:
+    """Write indices of the region [start, start + span) in the given code; out has just the room for it."""
+    if code == IndexCode.ELIAS_FANO:
+        elias_fano_encode(indices, start, span, low, out)
+    elif code == IndexCode.DELTA8 or code == IndexCode.DELTA16:
+        delta_encode(indices, start, 1 if code == IndexCode.DELTA8 else 2, out)
+    elif code != IndexCode.FULL:
+        dtype = np.uint32 if code == IndexCode.RAW32 else np.int64
+        out.view(dtype)[:] = indices.astype(np.int64) - start
+
+
+def read_indices(stream: Array, code: int, low: int, start: int, span: int, out: Array) -> bool:
+    """Fill out; False if the stream is not a strictly increasing sequence of its length in the region."""
+    if code == IndexCode.ELIAS_FANO:
+        return elias_fano_decode(stream, out.size, low, start, span, out)
+    if code == IndexCode.DELTA8 or code == IndexCode.DELTA16:
+        return delta_decode(stream, out.size, 1 if code == IndexCode.DELTA8 else 2, start, span, out)
+    if code == IndexCode.FULL:
+        out[:] = np.arange(start, start + out.size)
+        return bool(out.size == span and stream.size == 0)
+    dtype = np.dtype(np.uint32 if code == IndexCode.RAW32 else np.int64)
+    if stream.size != dtype.itemsize * out.size or not increasing(stream.view(dtype), span):
+        return False
+    out[:] = stream.view(dtype).astype(np.int64) + start
+    return True
+
+
+def write_values(values: Array, code: int, out: Array, decoded: Array) -> float:
+    """Write the values; decoded receives what a receiver makes of them. Returns their scale."""
+    if code == ValueCode.FP32:
+        out.view(np.float32)[:] = values
+        decoded[:] = values
+        return 1.0
+    if code == ValueCode.BF16:
+        bf16_encode(values, out.view(np.uint16), decoded)
+        return 1.0
+    scale = fp16_scale(values)
+    fp16_encode(values, scale, out.view(np.uint16), decoded)
+    return scale
+
+
+def read_values(stream: Array, code: int, scale: float, out: Array) -> None:
+    if code == ValueCode.FP32:
+        out[:] = stream.view(np.float32)
+    elif code == ValueCode.BF16:
+        bf16_decode(stream.view(np.uint16), out)
+    else:
+        fp16_decode(stream.view(np.uint16), scale, out)
+
+
+def gaps(indices: Array, base: int) -> Array:
+    """The distance of each index from the one before, less one; from base - 1 for the first."""
+    offsets = indices.astype(np.int64) - base
+    return np.diff(offsets, prepend=-1) - 1
+
+
+def escapes(indices: Array, base: int) -> tuple[int, int]:
+    """How many gaps do not fit one byte, and two bytes."""
+    g = gaps(indices, base)
+    return int((g >= 0xFF).sum()), int((g >= 0xFFFF).sum())
+
+
+def _cell(width: int) -> tuple[np.dtype[Any], int, int]:
+    """Type of a cell of `width` bytes, its escape value, and how many cells hold an escaped 32-bit gap."""
+    return np.dtype(f"<u{width}"), (1 << 8 * width) - 1, 4 // width
+
+
+def delta_encode(indices: Array, base: int, width: int, out: Array) -> int:
+    """Gaps as cells of `width` bytes; a larger gap is the escape value and then four bytes.
+
+    Returns the number of bytes written to out (uint8).
+    """
+    dtype, escape, extra = _cell(width)
+    g = gaps(indices, base)
+    long = g >= escape
+    length = np.where(long, 1 + extra, 1)
+    start = np.cumsum(length) - length
+    cells = np.zeros(int(length.sum()), dtype)
+    cells[start] = np.where(long, escape, g)
+    tail = g[long].astype("<u4").view(dtype).reshape(-1, extra)
+    for j in range(extra):
+        cells[start[long] + 1 + j] = tail[:, j]
+    data = cells.view(np.uint8)
+    out[: data.size] = data
+    return int(data.size)
+
+
+def delta_decode(stream: Array, count: int, width: int, base: int, span: int, out: Array) -> bool:
+    dtype, escape, extra = _cell(width)
+    if stream.size % width:
+        return False
+    cells = stream.view(dtype)
+    at, offset = 0, -1
+    for j in range(count):
+        if at >= cells.size:
+            return False
+        gap = int(cells[at])
+        at += 1
+        if gap == escape:
+            if at + extra > cells.size:
+                return False
+            gap = int.from_bytes(cells[at : at + extra].tobytes(), "little")
+            at += extra
+        offset += gap + 1
+        if offset >= span:
+            return False
+        out[j] = base + offset
+    return at == cells.size
+
+
+def elias_fano_words(count: int, span: int, low: int) -> tuple[int, int]:
+    """64-bit words of the two streams: `low` bits of each offset; then one bit per entry and per high part."""
+    return (count * low + 63) // 64, (count + (span >> low) + 1 + 63) // 64
+
+
+def elias_fano_encode(indices: Array, base: int, span: int, low: int, out: Array) -> int:
+    """Low bits packed; the high parts in unary: entry j sets bit (offset >> low) + j."""
+    offsets = (indices.astype(np.int64) - base).astype(np.uint64)
+    count = offsets.size
+    low_words, high_words = elias_fano_words(count, span, low)
+    bits = np.zeros((low_words + high_words) * 64, np.uint8)
+    if low:
+        shifts = np.arange(low, dtype=np.uint64)
+        bits[: count * low] = ((offsets[:, None] >> shifts) & np.uint64(1)).astype(np.uint8).ravel()
+    high = (offsets >> np.uint64(low)).astype(np.int64) + np.arange(count)
+    bits[low_words * 64 + high] = 1
+    data = np.packbits(bits, bitorder="little")
+    out[: data.size] = data
+    return int(data.size)
+
+
+def elias_fano_decode(stream: Array, count: int, low: int, base: int, span: int, out: Array) -> bool:
+    if not 0 <= low < 32:
+        return False
+    low_words, high_words = elias_fano_words(count, span, low)
+    if stream.size != (low_words + high_words) * 8:
+        return False
+    bits = np.unpackbits(stream, bitorder="little")
+    high = np.flatnonzero(bits[low_words * 64 :])
+    if high.size != count:
+        return False
+    lows = bits[: count * low].reshape(count, low).astype(np.int64) @ (1 << np.arange(low, dtype=np.int64))
+    offsets = ((high - np.arange(count)) << low) + lows
+    if not increasing(offsets, span):
+        return False
+    out[:] = offsets + base
+    return True
+
+
+def increasing(offsets: Array, span: int) -> bool:
+    """Whether 0 <= x[0] < x[1] < … < span."""
+    if offsets.size == 0:
+        return True
+    return bool(offsets[0] >= 0 and offsets[-1] < span and (np.diff(offsets.astype(np.int64)) > 0).all())
+
+
+def fp16_scale(values: Array) -> float:
+    """A power of two that brings the largest magnitude into [2^14, 2^15), where fp16 cannot overflow."""
+    largest = float(np.abs(values).max()) if values.size else 0.0
+    return float(2.0 ** min(113, max(-100, int(np.frexp(largest)[1]) - 15)))
+
+
+def fp16_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
+    """Values over scale as fp16 bits in out; what a receiver makes of them in decoded."""
+    out[:] = (values * np.float32(1.0 / scale)).astype(np.float16).view(np.uint16)
+    fp16_decode(out, scale, decoded)
+
+
+def fp16_decode(stream: Array, scale: float, out: Array) -> None:
+    np.multiply(stream.view(np.float16).astype(np.float32), np.float32(scale), out=out)
+
+
+def bf16_encode(values: Array, out: Array, decoded: Array) -> None:
+    """The upper halves of the floats, rounded to nearest even; the largest ones round down, never to inf."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    overflow = (rounded & np.uint32(0x7FFF)) >= 0x7F80
+    out[:] = rounded - overflow
+    bf16_decode(out, decoded)
+
+
+def bf16_decode(stream: Array, out: Array) -> None:
+    out.view(np.uint32)[:] = stream.astype(np.uint32) << np.uint32(16)
+
+
+LANES = 16
+PRIME = 0x9E3779B97F4A7C15
+
+
+def checksum(words: Array, seed: int) -> int:
+    """64 bits over 64-bit words: 16 interleaved multiply-xor lanes, folded at the end.
+
+    Each lane is a bijection of each of its words, so that no change confined to one word goes unseen.
+    """
+    prime = np.uint64(PRIME)
+    lanes = np.arange(LANES, dtype=np.uint64) ^ np.uint64(seed)
+    whole = words.size // LANES * LANES
+    for row in words[:whole].reshape(-1, LANES):
+        lanes = (lanes ^ row) * prime
+    rest = words.size - whole
+    lanes[:rest] = (lanes[:rest] ^ words[whole:]) * prime
+    total = words.size
+    for lane in lanes.tolist():
+        total = (total ^ lane) * PRIME % 2**64
+        total ^= total >> 29
+    return int(total)

@@ -1,0 +1,283 @@
+"""The kernels for CPUs, compiled by Numba; equal to `reference` to the bit.
+
+Every kernel releases the GIL and keeps no shared state, so that any number of Python threads may be inside.
+Large inputs are cut into slices for a small pool of our own: Numba's threading layers must not be entered
+from several threads at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from . import reference
+from .types import SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
+from .vector import WIDTH, block_select, trailing_zeros
+
+_MIN_SLICE = 1 << 19
+_INFINITY = np.float32(np.inf)
+_NUMPY_INDEX = {torch.int32: np.int32, torch.int64: np.int64}
+
+first_equal = reference.first_equal
+compiled = njit(nogil=True, cache=True)
+
+
+# --- selection -----------------------------------------------------------------------------------------------
+
+
+@compiled
+def _select(x, grad, old, threshold, higher, base, indices, values):
+    """One pass: add grad to x (unless None), keep x as it was in old (unless None), note what is large."""
+    count, above, finite = 0, 0, True
+    capacity = indices.size
+    whole = x.size // WIDTH * WIDTH
+    for start in range(0, whole, WIDTH):
+        mask = block_select(x, grad, old, start, threshold)
+        while mask:
+            i = start + np.int64(trailing_zeros(mask))
+            mask &= mask - np.uint32(1)
+            value = x[i]
+            magnitude = abs(value)
+            if count < capacity:
+                indices[count] = base + i
+                values[count] = value
+            count += 1
+            above += magnitude >= higher
+            finite &= magnitude < _INFINITY
+    for i in range(whole, x.size):
+        if grad is not None:
+            before = x[i]
+            x[i] = before + grad[i]
+            if old is not None:
+                old[i] = before
+        value = x[i]
+        magnitude = abs(value)
+        if not magnitude < threshold:
+            if count < capacity:
+                indices[count] = base + i
+                values[count] = value
+            count += 1
+            above += magnitude >= higher
+            finite &= magnitude < _INFINITY
+    return count, above, finite
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="oktopk-kernel")
+
+
+def _in_slices(n: int, run: Callable[[int, int], Any]) -> list[Any]:
+    """run(start, stop) over equal slices of [0, n), one per torch thread, results in order."""
+    threads = max(1, min(torch.get_num_threads(), n // _MIN_SLICE))
+    if threads == 1:
+        return [run(0, n)]
+    edges = [n * t // threads // WIDTH * WIDTH for t in range(threads)] + [n]
+    futures = [_pool(threads).submit(run, edges[t], edges[t + 1]) for t in range(1, threads)]
+    return [run(0, edges[1])] + [future.result() for future in futures]
+
+
+def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: float, capacity: int) -> Picked:
+    dtype = index_dtype(x.numel())
+    low = np.float32(threshold)
+    higher = np.float32(np.float32(SLOPE_STEP) * low)
+
+    def run(start: int, stop: int) -> tuple[Any, Any, int, int, bool]:
+        room = min(capacity, stop - start)
+        indices, values = np.empty(room, _NUMPY_INDEX[dtype]), np.empty(room, np.float32)
+        added = None if grad is None else grad[start:stop].numpy()
+        old = added if keep_old else None
+        found = _select(x[start:stop].numpy(), added, old, low, higher, start, indices, values)
+        stored = min(room, found[0])
+        return indices[:stored], values[:stored], *found
+
+    parts = _in_slices(x.numel(), run)
+    indices, values = parts[0][:2]
+    if len(parts) > 1:
+        indices = np.concatenate([p[0] for p in parts])[:capacity]
+        values = np.concatenate([p[1] for p in parts])[:capacity]
+    count, above = (sum(int(p[column]) for p in parts) for column in (2, 3))
+    finite = all(p[4] for p in parts)
+    return Picked(torch.from_numpy(indices), torch.from_numpy(values), count, above, finite)
+
+
+def select(x: Tensor, threshold: float, capacity: int) -> Picked:
+    return _run_selection(x, None, False, threshold, capacity)
+
+
+def accumulate_select(
+    residual: Tensor, grad: Tensor, threshold: float, capacity: int, keep_old: bool = False
+) -> Picked:
+    return _run_selection(residual, grad, keep_old, threshold, capacity)
+
+
+# --- thresholds ----------------------------------------------------------------------------------------------
+
+
+def _kth_of_few(x: Tensor, k: int) -> float:
+    magnitudes = np.abs(x.numpy())
+    return float(np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k])
+
+
+@compiled
+def _gather_sample(x, starts, out):
+    for b in range(starts.size):
+        start = starts[b]
+        for j in range(SAMPLE_BLOCK):
+            out[b * SAMPLE_BLOCK + j] = x[start + j]
+
+
+@cache
+def _positions(n: int) -> Any:
+    return sample_positions(n)
+
+
+def sampled_threshold(x: Tensor, k: int, margin: float = 0.0) -> float:
+    n = x.numel()
+    if n <= 2 * SAMPLE:
+        return _kth_of_few(x, min(n, sample_rank(k, n, n, margin)))
+    starts = _positions(n)
+    sample = np.empty(starts.size * SAMPLE_BLOCK, np.float32)
+    _gather_sample(x.numpy(), starts, sample)
+    return _kth_of_few(torch.from_numpy(sample), sample_rank(k, n, sample.size, margin))
+
+
+def kth_magnitude(x: Tensor, k: int) -> float:
+    """Sample, collect in one pass what lies above the estimate, find the k-th among those few."""
+    n = x.numel()
+    if n <= 2 * SAMPLE or k > n // 4:
+        return _kth_of_few(x, k)
+    for margin in (1.5, 8.0):
+        picked = select(x, sampled_threshold(x, k, margin), 3 * k + SAMPLE)
+        if picked.count >= k and picked.complete:
+            return _kth_of_few(picked.values, k)
+    return _kth_of_few(x, k)
+
+
+@compiled
+def _moments(x):
+    total, squares = 0.0, 0.0
+    for i in range(x.size):
+        magnitude = float(abs(x[i]))
+        total += magnitude
+        squares += magnitude * magnitude
+    return total, squares
+
+
+def magnitude_moments(x: Tensor) -> tuple[float, float]:
+    if x.numel() == 0:
+        return 0.0, 0.0
+    sums = _in_slices(x.numel(), lambda start, stop: _moments(x.numpy()[start:stop]))
+    mean = sum(s[0] for s in sums) / x.numel()
+    return mean, max(0.0, sum(s[1] for s in sums) / x.numel() - mean * mean) ** 0.5
+
+
+# --- sparse arithmetic ---------------------------------------------------------------------------------------
+
+
+@compiled
+def _scatter_add(out, indices, values):
+    grown = 0
+    for j in range(indices.size):
+        i = indices[j]
+        before = out[i]
+        after = before + values[j]
+        out[i] = after
+        grown += (after != 0) - (before != 0)
+    return grown
+
+
+def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
+    return int(_scatter_add(out.numpy(), indices.numpy(), values.numpy()))
+
+
+class _Region(threading.local):
+    """Scratch of one thread: a dense region of sums, and a bit for each entry that was touched.
+
+    All zero between uses; after an interruption it is thrown away.
+    """
+
+    def __init__(self) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        self.sums = np.zeros(0, np.float32)
+        self.touched = np.zeros(0, np.uint64)
+
+    def reserve(self, span: int) -> tuple[Any, Any]:
+        if self.sums.size < span:
+            self.sums = np.zeros(span, np.float32)
+            self.touched = np.zeros(span // 64 + 1, np.uint64)
+        return self.sums, self.touched
+
+
+_region = _Region()
+
+
+@compiled
+def _add_to_region(sums, touched, base, indices, values):
+    new = 0
+    for j in range(indices.size):
+        i = indices[j] - base
+        sums[i] += values[j]
+        bit = np.uint64(1) << np.uint64(i & 63)
+        new += (touched[i >> 6] & bit) == 0
+        touched[i >> 6] |= bit
+    return new
+
+
+@compiled
+def _drain_region(sums, touched, base, words, indices, values):
+    """Write out what was touched, in order, and leave the region zero again."""
+    count = 0
+    for w in range(words):
+        bits = touched[w]
+        while bits:
+            i = w * 64 + np.int64(trailing_zeros(bits))
+            indices[count] = base + i
+            values[count] = sums[i]
+            sums[i] = 0
+            count += 1
+            bits &= bits - np.uint64(1)
+        touched[w] = 0
+
+
+def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:
+    sums, touched = _region.reserve(span)
+    count, dtype = 0, torch.int32
+    try:
+        for part_indices, part_values in parts:
+            count += int(_add_to_region(sums, touched, base, part_indices.numpy(), part_values.numpy()))
+            dtype = part_indices.dtype
+    except BaseException:
+        _region.discard()
+        raise
+    indices, values = torch.empty(count, dtype=dtype), torch.empty(count)
+    _drain_region(sums, touched, base, (span + 63) // 64, indices.numpy(), values.numpy())
+    return indices, values
+
+
+@compiled
+def _common(a, b, out):
+    count, j = 0, 0
+    for i in range(a.size):
+        while j < b.size and b[j] < a[i]:
+            j += 1
+        if j < b.size and b[j] == a[i]:
+            out[count] = i
+            count += 1
+    return count
+
+
+def common(a: Tensor, b: Tensor) -> Tensor:
+    out = np.empty(min(a.numel(), b.numel()), np.int64)
+    count = _common(a.numpy(), b.numpy(), out)
+    return torch.from_numpy(out[:count])

@@ -1,0 +1,133 @@
+"""The kernels in plain torch: the definition of what every other backend computes, on any device.
+
+On CPUs the big loops go in blocks that fit the cache, which is what makes this usable without Numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from .types import SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
+
+_BLOCK = 1 << 18
+
+
+def _blocks(x: Tensor) -> Iterator[tuple[int, int]]:
+    step = _BLOCK if x.device.type == "cpu" else max(1, x.numel())
+    for start in range(0, x.numel(), step):
+        yield start, min(start + step, x.numel())
+
+
+def _float32(threshold: float) -> float:
+    return torch.tensor(threshold, dtype=torch.float32).item()
+
+
+def accumulate_select(
+    residual: Tensor, grad: Tensor, threshold: float, capacity: int, keep_old: bool = False
+) -> Picked:
+    """residual += grad, then `select` on it. With keep_old, grad is left holding the old residual."""
+    for start, stop in _blocks(residual):
+        old, new = residual[start:stop], grad[start:stop]
+        accumulated = old + new
+        if keep_old:
+            new.copy_(old)
+        old.copy_(accumulated)
+    return select(residual, threshold, capacity)
+
+
+def select(x: Tensor, threshold: float, capacity: int) -> Picked:
+    """The entries with |x| >= threshold in index order, at most the first `capacity` of them."""
+    threshold = _float32(threshold)
+    higher = _float32(_float32(SLOPE_STEP) * threshold)
+    found: list[Tensor] = []
+    above, finite = 0, True
+    for start, stop in _blocks(x):
+        magnitude = x[start:stop].abs()
+        found.append(torch.nonzero(~(magnitude < threshold)).flatten() + start)
+        above += int((magnitude >= higher).sum())
+        finite = finite and bool(torch.isfinite(magnitude).all())
+    indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
+    count = indices.numel()
+    indices = indices[:capacity]
+    return Picked(indices.to(index_dtype(x.numel())), x[indices], count, above, finite)
+
+
+def first_equal(x: Tensor, magnitude: float, limit: int) -> Tensor:
+    """Indices of the first `limit` entries whose magnitude is exactly `magnitude`."""
+    found: list[Tensor] = []
+    for start, stop in _blocks(x):
+        if limit <= 0:
+            break
+        hits = torch.nonzero(x[start:stop].abs() == magnitude).flatten()[:limit] + start
+        limit -= hits.numel()
+        found.append(hits)
+    indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
+    return indices.to(index_dtype(x.numel()))
+
+
+def kth_magnitude(x: Tensor, k: int) -> float:
+    """The k-th largest magnitude, exactly."""
+    return float(x.abs().kthvalue(x.numel() - k + 1).values)
+
+
+def sampled_threshold(x: Tensor, k: int, margin: float = 0.0) -> float:
+    """An estimate of the k-th largest magnitude, `margin` deviations on the low side."""
+    n = x.numel()
+    if n <= 2 * SAMPLE:
+        return kth_magnitude(x, min(n, sample_rank(k, n, n, margin)))
+    starts = torch.from_numpy(sample_positions(n)).to(x.device)
+    sample = x[(starts[:, None] + torch.arange(SAMPLE_BLOCK, device=x.device)).flatten()]
+    return kth_magnitude(sample, sample_rank(k, n, sample.numel(), margin))
+
+
+def magnitude_moments(x: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation of |x|."""
+    if x.numel() == 0:
+        return 0.0, 0.0
+    total, squares = 0.0, 0.0
+    for start, stop in _blocks(x):
+        magnitude = x[start:stop].abs().double()
+        total += float(magnitude.sum())
+        squares += float(magnitude.square().sum())
+    mean = total / x.numel()
+    return mean, max(0.0, squares / x.numel() - mean * mean) ** 0.5
+
+
+def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
+    """out[indices] += values (indices are unique). Returns by how much the number of non-zeros grew."""
+    index = indices.long()
+    before = out[index]
+    after = before + values
+    out[index] = after
+    return int((after != 0).sum() - (before != 0).sum())
+
+
+def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:
+    """Sum sparse parts whose indices lie in [base, base + span), in the order they come.
+
+    Returns the union of the indices, increasing, and the sums. There is at least one part.
+    """
+    region = touched = dtype = None
+    for indices, values in parts:
+        if region is None or touched is None:
+            region = torch.zeros(span, dtype=torch.float32, device=values.device)
+            touched = torch.zeros(span, dtype=torch.bool, device=values.device)
+            dtype = indices.dtype
+        index = indices.long() - base
+        region[index] += values
+        touched[index] = True
+    if region is None or touched is None:
+        raise ValueError("union_sum needs at least one part")
+    union = torch.nonzero(touched).flatten()
+    return (union + base).to(dtype), region[union]
+
+
+def common(a: Tensor, b: Tensor) -> Tensor:
+    """Positions in `a` of the entries that also occur in `b`; both strictly increasing."""
+    if b.numel() == 0:
+        return torch.empty(0, dtype=torch.int64, device=a.device)
+    position = torch.searchsorted(b, a).clamp_(max=b.numel() - 1)
+    return torch.nonzero(b[position] == a).flatten()

@@ -1,0 +1,30 @@
+"""The step: absorb, reduce, release, divide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .algorithms import Algorithm, Reduction
+from .channel import Channel
+from .selection import Accumulator
+
+
+def reduce_step(
+    algorithm: Algorithm, channel: Channel, acc: Accumulator, k: int, state: Any
+) -> tuple[Reduction, int]:
+    """Run the algorithm and settle the outcome: acc.work becomes the mean, the residual keeps the rest.
+
+    Returns the reduction and the number of non-zeros in the mean. When the reduction is skipped, the mean is
+    zero and the residual is what it was before, to the bit.
+    """
+    if acc.size == 0:
+        return Reduction(state=state), 0
+    reduction = algorithm.reduce(channel, acc, k, state)
+    if reduction.skipped:
+        acc.roll_back()
+        return replace(reduction, state=state), 0
+    if reduction.mean is not None:
+        return reduction, acc.finish_dense(reduction.mean)
+    acc.release(reduction.leaving)
+    return reduction, acc.finish(reduction.parts, 1.0 / channel.world)

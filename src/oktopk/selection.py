@@ -1,0 +1,211 @@
+"""Which entries go out: exact top-k, a tracked threshold, or a Gaussian fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from .kernels import SLOPE_STEP, SMALLEST, Picked, backend
+from .sparse import SparseVector
+
+LOW, HIGH = 0.8, 1.25
+"""A tracked selection has LOW·k to HIGH·k entries; outside of that the threshold is evaluated exactly."""
+
+
+def target_count(size: int, density: float) -> int:
+    """k: how many of `size` entries a density stands for; at least one, unless there are none."""
+    return min(size, max(1, math.floor(size * density)))
+
+
+def hard_cap(k: int) -> int:
+    return max(k, math.floor(HIGH * k))
+
+
+class Accumulator:
+    """acc = residual + gradient, formed in the residual's memory by the first pass that looks at it.
+
+    Until the step is agreed on, `work` (which came in as the gradient) keeps the old residual, so that a step
+    can be taken back to the bit; afterwards it holds the result. Without a residual, acc is the gradient.
+    """
+
+    def __init__(self, work: Tensor, residual: Tensor | None) -> None:
+        self.work = work
+        self.residual = residual
+        self.kernels = backend(work)
+        self._absorbed = residual is None
+
+    @property
+    def size(self) -> int:
+        return self.work.numel()
+
+    @property
+    def values(self) -> Tensor:
+        """acc itself, after the first pass."""
+        if not self._absorbed:
+            self.select(math.inf, 0)
+        return self.work if self.residual is None else self.residual
+
+    def select(self, threshold: float, capacity: int) -> Picked:
+        """Entries with |acc| >= threshold. The first call adds the gradient in the same pass over memory."""
+        if self._absorbed or self.residual is None:
+            return self.kernels.select(self.values, threshold, capacity)
+        self._absorbed = True
+        return self.kernels.accumulate_select(self.residual, self.work, threshold, capacity, keep_old=True)
+
+    def vector(self, picked: Picked) -> SparseVector:
+        return SparseVector(picked.indices, picked.values, self.size)
+
+    def release(self, leaving: Iterable[SparseVector]) -> None:
+        """Take from the residual what has left this rank."""
+        if self.residual is not None:
+            for part in leaving:
+                self.kernels.scatter_add_(self.residual, part.indices, -part.values)
+
+    def finish(self, parts: Iterable[SparseVector], scale: float) -> int:
+        """Put scale times the sum of the parts into `work`; returns the number of non-zeros."""
+        self.work.zero_()
+        return sum(self.kernels.scatter_add_(self.work, p.indices, p.values * scale) for p in parts)
+
+    def finish_dense(self, mean: Tensor) -> int:
+        """Everything went out: the result is `mean` and nothing is left behind."""
+        if mean is not self.work:
+            self.work.copy_(mean)
+        if self.residual is not None:
+            self.residual.zero_()
+        return int(torch.count_nonzero(self.work))
+
+    def roll_back(self) -> None:
+        """As if the step had not been: the old residual, and a result of zeros."""
+        if self.residual is not None and self._absorbed:
+            self.residual.copy_(self.work)
+        self.work.zero_()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The outcome of a local selection; when not finite, nothing may be sent and nothing kept."""
+
+    vector: SparseVector
+    threshold: float
+    finite: bool = True
+
+
+def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
+    """Exactly the k entries of largest magnitude (fewer if fewer are non-zero); the lowest index wins a tie.
+
+    `picked` is what an earlier pass found: if it has all of the top k, no further pass is needed.
+    """
+    if not picked.finite:
+        return Chosen(SparseVector.empty(acc.size, acc.work.device), 0.0, finite=False)
+    if not (picked.complete and picked.count >= k):
+        threshold = 0.0 if k == acc.size else acc.kernels.kth_magnitude(acc.values, k)
+        if k < acc.size:
+            threshold = max(threshold, SMALLEST)
+        picked = acc.select(threshold, k)
+        if picked.count > k:
+            return Chosen(_cut_ties(acc, k, threshold), threshold)
+        return Chosen(acc.vector(picked), threshold)
+    top, _ = acc.vector(picked).largest(k)
+    return Chosen(top, float(top.values.abs().min()))
+
+
+def _cut_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
+    next_up = torch.nextafter(torch.tensor(threshold), torch.tensor(math.inf)).item()
+    larger = acc.select(next_up, k)
+    ties = acc.kernels.first_equal(acc.values, threshold, k - larger.count)
+    indices = torch.cat([larger.indices, ties]).sort().values
+    return SparseVector(indices, acc.values[indices.long()], acc.size)
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """The threshold of the last step and what it led to; the next one follows from it.
+
+    In log space, because thresholds move over orders of magnitude: near the threshold the count falls like
+    threshold^-slope, so that a count off by a factor f is mended by f^(1/slope).
+    """
+
+    threshold: float
+    count: int
+    slope: float = 2.0
+    age: int = 0
+
+    def next_threshold(self, k: int) -> float:
+        if self.count == 0:
+            return self.threshold
+        correction: float = (self.count / k) ** (1.0 / self.slope)
+        return self.threshold * min(2.0, max(0.5, correction))
+
+    def after(self, threshold: float, count: int, above: int) -> Tracker:
+        """The tracker after a step that used `threshold` without evaluating it exactly."""
+        return Tracker(threshold, count, self._measured_slope(count, above), self.age + 1)
+
+    def after_exact(self, threshold: float, count: int) -> Tracker:
+        return replace(self, threshold=threshold, count=count, age=0)
+
+    def _measured_slope(self, count: int, above: int) -> float:
+        """Half new, half old: -d log(count) / d log(threshold), from the count at SLOPE_STEP times it."""
+        if count < 32 or above == 0:
+            return self.slope
+        measured = math.log(count / above) / math.log(SLOPE_STEP)
+        return 0.5 * self.slope + 0.5 * min(30.0, max(0.3, measured))
+
+
+def in_band(count: int, k: int) -> bool:
+    return math.floor(LOW * k) <= count <= hard_cap(k)
+
+
+@dataclass(frozen=True)
+class TrackedSelection:
+    """Local selection of Ok-Topk: one pass with the tracked threshold on most steps.
+
+    Every `exact_every` steps, and at once when the count leaves the band, the threshold is evaluated exactly.
+    On the steps where that is due, the pass goes a little lower, so that it finds the whole top k by itself.
+    """
+
+    exact_every: int
+
+    def select(self, acc: Accumulator, k: int, tracker: Tracker | None) -> tuple[Chosen, Tracker, bool]:
+        """(what was chosen, the tracker for the next step, whether the threshold was evaluated exactly)"""
+        due = tracker is None or tracker.age + 1 >= self.exact_every or k == acc.size
+        threshold = math.inf if tracker is None else tracker.next_threshold(k) * (0.9 if due else 1.0)
+        picked = acc.select(threshold, 2 * k)
+        tracker = tracker or Tracker(threshold, 0)
+        if due or not in_band(picked.count, k) or not picked.finite:
+            chosen = exact_top_k(acc, k, picked)
+            return chosen, tracker.after_exact(chosen.threshold, len(chosen.vector)), True
+        chosen = Chosen(acc.vector(picked), threshold)
+        return chosen, tracker.after(threshold, picked.count, picked.above), False
+
+
+def select_exact(acc: Accumulator, k: int, last: float | None) -> Chosen:
+    """Exact top-k; the threshold of the last step, if known, tells where to look first."""
+    return exact_top_k(acc, k, acc.select(math.inf if last is None else 0.9 * last, 2 * k))
+
+
+def select_gaussian(acc: Accumulator, k: int, rounds: int = 8) -> Chosen:
+    """Threshold from a normal fit to |acc|, refined by counting until 2k/3 to 4k/3 entries are above it."""
+    low, high = math.ceil(2 * k / 3), max(k, math.floor(4 * k / 3))
+    first = acc.select(math.inf, 0)
+    if not first.finite or k == acc.size:
+        return exact_top_k(acc, k, first)
+    mean, deviation = acc.kernels.magnitude_moments(acc.values)
+    threshold = max(SMALLEST, mean + deviation * NormalDist().inv_cdf(1.0 - k / acc.size))
+    below, above = 0.0, math.inf  # thresholds known to be too low and too high
+    for _ in range(rounds):
+        picked = acc.select(threshold, high)
+        if low <= picked.count <= high:
+            return Chosen(acc.vector(picked), threshold)
+        if picked.count > high:
+            below = threshold
+        else:
+            above = threshold
+        guess = threshold * min(4.0, max(0.25, math.sqrt(max(picked.count, 1) / k)))
+        middle = math.sqrt(max(below, SMALLEST) * above) if above < math.inf else guess
+        threshold = max(SMALLEST, guess if below < guess < above else middle)
+    return exact_top_k(acc, k, first)
