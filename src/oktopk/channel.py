@@ -42,9 +42,11 @@ class Channel:
         step: int = 0,
         bucket: int = 0,
         values: ValueCode = ValueCode.FP32,
+        raw_indices: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.comm, self.size, self.step, self.bucket, self.values = comm, size, step, bucket, values
+        self.raw_indices = raw_indices
         self.device = device or torch.device("cpu")
         self.nonfinite = False
 
@@ -140,7 +142,8 @@ class Channel:
         return Tag(self.step, self.bucket, int(phase), sender, self.size, start, stop - start)
 
     def _encode(self, part: SparseVector, phase: Phase, region: Region) -> tuple[Tensor, SparseVector]:
-        message, decoded = wire.encode(part, self._tag(phase, self.rank, region), self.values, self.nonfinite)
+        tag = self._tag(phase, self.rank, region)
+        message, decoded = wire.encode(part, tag, self.values, self.nonfinite, self.raw_indices)
         return message, part.with_values(decoded)
 
     def _decode(self, message: Tensor, phase: Phase, peer: int, region: Region) -> SparseVector:

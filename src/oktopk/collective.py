@@ -51,14 +51,19 @@ def sparse_allreduce(
     comm: Communicator | None = None,
     *,
     values: str = "fp32",
+    indices: str = "coded",
+    out: Tensor | None = None,
     state: Any = None,
     step: int = 0,
 ) -> tuple[Tensor, Info]:
     """The mean of `tensor` over all ranks, made of the entries that matter.
 
     The residual (float32, as many entries as the tensor) is added to the tensor first and is updated in place:
-    it keeps what was not sent. Without one, what is not sent is lost. `values` is the value format on the wire:
-    fp32, bf16 or fp16. The tensor may be of any floating type and shape; the result has the same.
+    it keeps what was not sent. Without one, what is not sent is lost. The tensor may be of any floating type and
+    shape; the result has the same. It goes into `out` if given, which may be the tensor itself.
+
+    On the wire, `values` are fp32, bf16 or fp16 (the rounding error stays in the residual), and `indices` are
+    coded, or raw: four bytes each, which makes an entry the two words of the literature.
 
     All ranks must call it with arguments that fit; a mistake on one rank is a ValueError on all of them.
 
@@ -70,7 +75,7 @@ def sparse_allreduce(
     [[0.0, 6.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]]
     """
     meter = Metered(default_communicator() if comm is None else comm)
-    problem = _problem(tensor, density, algorithm, residual, values)
+    problem = _problem(tensor, density, algorithm, residual, values, indices, out)
     followed = f"{type(state).__name__} {getattr(state, 'steps', '')}"
     agree(
         meter,
@@ -79,6 +84,7 @@ def sparse_allreduce(
             "density": density,
             "algorithm": repr(algorithm),
             "values": values,
+            "indices": indices,
             "residual": "none" if residual is None else "given",
             "state": followed.strip(),
             "step": step,
@@ -86,10 +92,17 @@ def sparse_allreduce(
         problem,
     )
     chosen = find_algorithm(algorithm)
-    work = tensor.detach().to(torch.float32, copy=True).contiguous().view(-1)
+    work = _work_buffer(tensor, out)
     acc = Accumulator(work, None if residual is None else residual.view(-1))
     k = target_count(acc.size, density)
-    channel = Channel(meter, acc.size, step=step, values=VALUE_CODES[values], device=work.device)
+    channel = Channel(
+        meter,
+        acc.size,
+        step=step,
+        values=VALUE_CODES[values],
+        raw_indices=indices == "raw",
+        device=work.device,
+    )
     reduction, found = reduce_step(chosen, channel, acc, k, state)
     info = Info(
         algorithm=chosen.name,
@@ -107,11 +120,27 @@ def sparse_allreduce(
         control=meter.control(),
         state=reduction.state,
     )
-    return work.view(tensor.shape).to(tensor.dtype), info
+    mean = work.view(tensor.shape).to(tensor.dtype)
+    return mean if out is None else out.copy_(mean), info
+
+
+def _work_buffer(tensor: Tensor, out: Tensor | None) -> Tensor:
+    """The tensor in float32, in memory that may be overwritten: that of `out` if it will do."""
+    if out is None or out.dtype != torch.float32 or not out.is_contiguous():
+        return tensor.detach().to(torch.float32, copy=True).contiguous().view(-1)
+    if out is not tensor:
+        out.copy_(tensor)
+    return out.detach().view(-1)
 
 
 def _problem(
-    tensor: Tensor, density: float, algorithm: str | Algorithm, residual: Tensor | None, values: str
+    tensor: Tensor,
+    density: float,
+    algorithm: str | Algorithm,
+    residual: Tensor | None,
+    values: str,
+    indices: str,
+    out: Tensor | None,
 ) -> str | None:
     """What is wrong with the arguments, and what to do about it."""
     if not isinstance(tensor, Tensor):
@@ -124,6 +153,10 @@ def _problem(
         return f"density must be in (0, 1], got {density}"
     if values not in VALUE_CODES:
         return f"unknown value format {values!r}: choose one of {', '.join(VALUE_CODES)}"
+    if indices not in ("coded", "raw"):
+        return f"unknown index format {indices!r}: choose coded or raw"
+    if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype):
+        return f"out must be {tensor.dtype} of shape {tuple(tensor.shape)}, got {out.dtype} {tuple(out.shape)}"
     if residual is not None:
         if residual.dtype != torch.float32 or residual.numel() != tensor.numel():
             return (

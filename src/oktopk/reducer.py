@@ -27,4 +27,4 @@ def reduce_step(
     if reduction.mean is not None:
         return reduction, acc.finish_dense(reduction.mean)
     acc.release(reduction.leaving)
-    return reduction, acc.finish(reduction.parts, 1.0 / channel.world)
+    return reduction, acc.finish(reduction.parts, channel.world)

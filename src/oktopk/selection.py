@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-from .kernels import SLOPE_STEP, SMALLEST, Picked, backend
+from .kernels import SLOPE_STEP, SMALLEST, Picked, backend, bin_edge, bin_of
 from .sparse import SparseVector
 
 LOW, HIGH = 0.8, 1.25
 """A tracked selection has LOW·k to HIGH·k entries; outside of that the threshold is evaluated exactly."""
+
+MARGIN = 1.25
+"""How many times k the pass over memory aims at, so that the k wanted are among what it finds."""
+
+BINS = 64
+"""Bins of magnitude looked at on either side of a threshold: a quarter of an octave, about 20 %."""
 
 
 def target_count(size: int, density: float) -> int:
@@ -66,10 +73,10 @@ class Accumulator:
             for part in leaving:
                 self.kernels.scatter_add_(self.residual, part.indices, -part.values)
 
-    def finish(self, parts: Iterable[SparseVector], scale: float) -> int:
-        """Put scale times the sum of the parts into `work`; returns the number of non-zeros."""
+    def finish(self, parts: Iterable[SparseVector], world: int) -> int:
+        """Put the sum of the parts over the number of ranks into `work`; returns the number of non-zeros."""
         self.work.zero_()
-        return sum(self.kernels.scatter_add_(self.work, p.indices, p.values * scale) for p in parts)
+        return sum(self.kernels.scatter_add_(self.work, p.indices, p.values / world) for p in parts)
 
     def finish_dense(self, mean: Tensor) -> int:
         """Everything went out: the result is `mean` and nothing is left behind."""
@@ -102,16 +109,16 @@ def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
     """
     if not picked.finite:
         return Chosen(SparseVector.empty(acc.size, acc.work.device), 0.0, finite=False)
-    if not (picked.complete and picked.count >= k):
-        threshold = 0.0 if k == acc.size else acc.kernels.kth_magnitude(acc.values, k)
-        if k < acc.size:
-            threshold = max(threshold, SMALLEST)
-        picked = acc.select(threshold, k)
-        if picked.count > k:
-            return Chosen(_cut_ties(acc, k, threshold), threshold)
-        return Chosen(acc.vector(picked), threshold)
-    top, _ = acc.vector(picked).largest(k)
-    return Chosen(top, float(top.values.abs().min()))
+    if k == acc.size:
+        return Chosen(acc.vector(acc.select(0.0, k)), 0.0)
+    if picked.complete and picked.count >= k:
+        top, _ = acc.vector(picked).largest(k)
+        return Chosen(top, float(top.values.abs().min()))
+    threshold = max(SMALLEST, acc.kernels.kth_magnitude(acc.values, k))
+    picked = acc.select(threshold, k)
+    if picked.count > k:
+        return Chosen(_cut_ties(acc, k, threshold), threshold)
+    return Chosen(acc.vector(picked), threshold)
 
 
 def _cut_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
@@ -135,37 +142,46 @@ class Tracker:
     slope: float = 2.0
     age: int = 0
 
-    def next_threshold(self, k: int) -> float:
+    def threshold_for(self, k: float) -> float:
+        """Where about k entries should be found on the next step."""
         if self.count == 0:
             return self.threshold
         correction: float = (self.count / k) ** (1.0 / self.slope)
         return self.threshold * min(2.0, max(0.5, correction))
 
-    def after(self, threshold: float, count: int, above: int) -> Tracker:
-        """The tracker after a step that used `threshold` without evaluating it exactly."""
-        return Tracker(threshold, count, self._measured_slope(count, above), self.age + 1)
+    def after(self, threshold: float, count: int, *, exact: bool) -> Tracker:
+        return replace(self, threshold=threshold, count=count, age=0 if exact else self.age + 1)
 
-    def after_exact(self, threshold: float, count: int) -> Tracker:
-        return replace(self, threshold=threshold, count=count, age=0)
-
-    def _measured_slope(self, count: int, above: int) -> float:
+    def with_slope(self, count: int, above: int) -> Tracker:
         """Half new, half old: -d log(count) / d log(threshold), from the count at SLOPE_STEP times it."""
         if count < 32 or above == 0:
-            return self.slope
+            return self
         measured = math.log(count / above) / math.log(SLOPE_STEP)
-        return 0.5 * self.slope + 0.5 * min(30.0, max(0.3, measured))
+        return replace(self, slope=0.5 * self.slope + 0.5 * min(30.0, max(0.3, measured)))
 
 
 def in_band(count: int, k: int) -> bool:
     return math.floor(LOW * k) <= count <= hard_cap(k)
 
 
+def nearest_edge(counts: Sequence[int], k: int) -> tuple[int, int]:
+    """Of a histogram of magnitudes, the bin from which on upwards about k entries lie, and their number.
+
+    >>> nearest_edge([5, 4, 3, 2], 6)  # from bin 2 on there are 5, from bin 1 on 9
+    (2, 5)
+    """
+    at_least = list(accumulate(reversed(counts)))[::-1]
+    best = min(range(len(counts)), key=lambda j: abs(at_least[j] - k))
+    return best, at_least[best]
+
+
 @dataclass(frozen=True)
 class TrackedSelection:
-    """Local selection of Ok-Topk: one pass with the tracked threshold on most steps.
+    """Local selection of Ok-Topk: one pass with a tracked threshold, and a look at the few it finds.
 
-    Every `exact_every` steps, and at once when the count leaves the band, the threshold is evaluated exactly.
-    On the steps where that is due, the pass goes a little lower, so that it finds the whole top k by itself.
+    The pass aims MARGIN too low. Among what it finds, a histogram tells where the threshold should have been,
+    so that the count is right even when all gradients grow or shrink by some percent from step to step. Every
+    `exact_every` steps, and at once when the count leaves the band, the top k are determined exactly.
     """
 
     exact_every: int
@@ -173,14 +189,23 @@ class TrackedSelection:
     def select(self, acc: Accumulator, k: int, tracker: Tracker | None) -> tuple[Chosen, Tracker, bool]:
         """(what was chosen, the tracker for the next step, whether the threshold was evaluated exactly)"""
         due = tracker is None or tracker.age + 1 >= self.exact_every or k == acc.size
-        threshold = math.inf if tracker is None else tracker.next_threshold(k) * (0.9 if due else 1.0)
-        picked = acc.select(threshold, 2 * k)
-        tracker = tracker or Tracker(threshold, 0)
-        if due or not in_band(picked.count, k) or not picked.finite:
-            chosen = exact_top_k(acc, k, picked)
-            return chosen, tracker.after_exact(chosen.threshold, len(chosen.vector)), True
-        chosen = Chosen(acc.vector(picked), threshold)
-        return chosen, tracker.after(threshold, picked.count, picked.above), False
+        low = math.inf if tracker is None else max(SMALLEST, tracker.threshold_for(MARGIN * k))
+        picked = acc.select(low, 2 * k)
+        tracker = (tracker or Tracker(low, 0)).with_slope(picked.count, picked.above)
+        if picked.finite and picked.complete and not due:
+            threshold = self._refine(acc, picked, low, k)
+            vector = acc.vector(picked).at_least(threshold)
+            if in_band(len(vector), k):
+                return Chosen(vector, threshold), tracker.after(threshold, len(vector), exact=False), False
+        chosen = exact_top_k(acc, k, picked)
+        return chosen, tracker.after(chosen.threshold, len(chosen.vector), exact=True), True
+
+    @staticmethod
+    def _refine(acc: Accumulator, picked: Picked, low: float, k: int) -> float:
+        """The bin edge, not below low, that leaves about k of what was picked."""
+        first = bin_of(low) + 1
+        best, count = nearest_edge(acc.kernels.magnitude_histogram(picked.values, first, 2 * BINS), k)
+        return low if abs(picked.count - k) <= abs(count - k) else bin_edge(first + best)
 
 
 def select_exact(acc: Accumulator, k: int, last: float | None) -> Chosen:

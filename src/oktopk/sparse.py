@@ -55,6 +55,11 @@ class SparseVector:
         """The entries of this vector whose index also occurs in the other."""
         return self[kernels.backend(self.values).common(self.indices, other.indices)]
 
+    def at_least(self, threshold: float) -> SparseVector:
+        """The entries whose magnitude reaches the threshold."""
+        kernel = kernels.backend(self.values).filter_at_least
+        return SparseVector(*kernel(self.indices, self.values, threshold), self.size)
+
     def largest(self, k: int) -> tuple[SparseVector, SparseVector]:
         """(the k entries of largest magnitude, the rest); among equals the lowest index wins."""
         if len(self) <= k:

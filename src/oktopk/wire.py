@@ -81,15 +81,15 @@ def _padded(size: int) -> int:
     return (size + 7) // 8 * 8
 
 
-def best_index_code(indices: Array, start: int, span: int) -> tuple[IndexCode, int, int]:
+def best_index_code(indices: Array, start: int, span: int, raw: bool = False) -> tuple[IndexCode, int, int]:
     """(code, its size in bytes, Elias-Fano low bits): the cheapest in bytes and time together."""
     count = indices.size
     if count == span:
         return IndexCode.FULL, 0, 0
     if span >= 2**31:
         return IndexCode.RAW64, 8 * count, 0
-    if count == 0:
-        return IndexCode.RAW32, 0, 0
+    if count == 0 or raw:
+        return IndexCode.RAW32, 4 * count, 0
     one, two = codes.escapes(indices, start)
     options = [
         (4 * count, _TIME_RAW, IndexCode.RAW32, 0),
@@ -105,10 +105,12 @@ def best_index_code(indices: Array, start: int, span: int) -> tuple[IndexCode, i
     return code, size, low
 
 
-def encode(part: SparseVector, tag: Tag, values: ValueCode, nonfinite: bool = False) -> tuple[Tensor, Tensor]:
+def encode(
+    part: SparseVector, tag: Tag, values: ValueCode, nonfinite: bool = False, raw_indices: bool = False
+) -> tuple[Tensor, Tensor]:
     """The message for `part`, and the values of `part` as the receiver will decode them."""
     indices, floats = _array(part.indices), _array(part.values)
-    index_code, index_bytes, low = best_index_code(indices, tag.start, tag.span)
+    index_code, index_bytes, low = best_index_code(indices, tag.start, tag.span, raw_indices)
     indices_end = HEADER_BYTES + index_bytes
     values_at = _padded(indices_end)
     values_end = values_at + values.width * indices.size

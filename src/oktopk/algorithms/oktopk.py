@@ -24,8 +24,8 @@ import torch
 from .. import wire
 from ..channel import Channel
 from ..comm import Communicator
-from ..kernels import SLOPE_STEP, SMALLEST
-from ..selection import Accumulator, TrackedSelection, Tracker, hard_cap, in_band
+from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
+from ..selection import BINS, Accumulator, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
 from ..sparse import SparseVector
 from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
 
@@ -100,24 +100,26 @@ class OkTopk(Algorithm):
     ) -> Overall | None:
         """Which sums survive: about k over all regions, by a threshold that all ranks share.
 
-        One small all-gather tells everybody how many each owner keeps, the slope of the tail, and whether
-        some sum is not finite: then the answer is None, on all ranks.
+        One small all-gather carries each owner's histogram of magnitudes around the last threshold. It tells
+        everybody the threshold for this step, how many entries each owner keeps, and whether some sum is not
+        finite: then the answer is None, on all ranks.
         """
         due = tracker is None or tracker.age + 1 >= self.tau_prime or k == channel.size
-        threshold = math.inf if tracker is None else tracker.next_threshold(k)
-        magnitude = sums.values.abs()
-        mine = magnitude >= threshold
-        above = int((magnitude >= SLOPE_STEP * threshold).sum())
-        reports = channel.comm.all_gather_ints([int(mine.sum()), above, int(channel.nonfinite)], "counts")
-        if any(bad for _, _, bad in reports):
+        first = 0 if tracker is None else max(1, bin_of(tracker.threshold) - BINS)
+        histogram = backend(sums.values).magnitude_histogram(sums.values, first, 2 * BINS)
+        reports = channel.comm.all_gather_ints(
+            [int(channel.nonfinite), *histogram], "counts", index_dtype(channel.size)
+        )
+        if any(bad for bad, *_ in reports):
             return None
-        sizes = [count for count, _, _ in reports]
-        tracker = tracker or Tracker(threshold, 0)
-        if not due and in_band(sum(sizes), k):
-            tracker = tracker.after(threshold, sum(sizes), sum(above for _, above, _ in reports))
-            return Overall(sums[mine], sizes, tracker, exact=False)
+        best, count = nearest_edge([sum(column) for column in zip(*reports, strict=True)][1:], k)
+        tracker = tracker or Tracker(math.inf, 0)
+        if not due and 0 < best < 2 * BINS - 1 and in_band(count, k):
+            threshold = bin_edge(first + best)
+            sizes = [sum(report[1 + best :]) for report in reports]
+            return Overall(sums.at_least(threshold), sizes, tracker.after(threshold, count, exact=False), False)
         threshold, own, sizes = exact_overall(channel.comm, sums, k)
-        return Overall(own, sizes, tracker.after_exact(threshold, sum(sizes)), exact=True)
+        return Overall(own, sizes, tracker.after(threshold, sum(sizes), exact=True), True)
 
     def _balance_and_gather(
         self, channel: Channel, overall: Overall, edges: Sequence[int]

@@ -244,11 +244,13 @@ class Communicator(ABC):
         return [received[r] for r in range(self.world)]
 
     @final
-    def all_gather_ints(self, numbers: Sequence[int], phase: str) -> list[list[int]]:
+    def all_gather_ints(
+        self, numbers: Sequence[int], phase: str, dtype: torch.dtype = torch.int64
+    ) -> list[list[int]]:
         """A few integers of every rank, in rank order: control traffic."""
-        message = pack(torch.tensor(list(numbers), dtype=torch.int64))
+        message = pack(torch.tensor(list(numbers), dtype=dtype))
         gathered = self.all_gather(message, message.numel(), phase, control=True)
-        return [unpack(m, torch.int64).tolist() for m in gathered]
+        return [unpack(m, dtype).tolist() for m in gathered]
 
     def _check_fits(self, message: Tensor, capacity: int, operation: Operation) -> None:
         if message.numel() > capacity:

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from . import reference
-from .types import SLOPE_STEP, SMALLEST, Picked, index_dtype
+from .types import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of, index_dtype
 
 
 class Backend(Protocol):
@@ -24,6 +24,8 @@ class Backend(Protocol):
     def first_equal(self, x: Tensor, magnitude: float, limit: int) -> Tensor: ...
     def kth_magnitude(self, x: Tensor, k: int) -> float: ...
     def sampled_threshold(self, x: Tensor, k: int, margin: float = ...) -> float: ...
+    def magnitude_histogram(self, x: Tensor, first: int, bins: int) -> list[int]: ...
+    def filter_at_least(self, indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
     def magnitude_moments(self, x: Tensor) -> tuple[float, float]: ...
     def scatter_add_(self, out: Tensor, indices: Tensor, values: Tensor) -> int: ...
     def union_sum(self, parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]: ...
@@ -44,4 +46,14 @@ def backend(x: Tensor) -> Backend:
     return _by_device.get(x.device.type, reference)
 
 
-__all__ = ["SLOPE_STEP", "SMALLEST", "Backend", "Picked", "backend", "index_dtype", "reference"]
+__all__ = [
+    "SLOPE_STEP",
+    "SMALLEST",
+    "Backend",
+    "Picked",
+    "backend",
+    "bin_edge",
+    "bin_of",
+    "index_dtype",
+    "reference",
+]

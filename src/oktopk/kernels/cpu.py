@@ -19,8 +19,8 @@ from numba import njit
 from torch import Tensor
 
 from . import reference
-from .types import SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
-from .vector import WIDTH, block_select, trailing_zeros
+from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
+from .vector import WIDTH, as_bits, block_select, trailing_zeros
 
 _MIN_SLICE = 1 << 19
 _INFINITY = np.float32(np.inf)
@@ -160,6 +160,40 @@ def kth_magnitude(x: Tensor, k: int) -> float:
         if picked.count >= k and picked.complete:
             return _kth_of_few(picked.values, k)
     return _kth_of_few(x, k)
+
+
+@compiled
+def _histogram(x, bin_bits, first, counts):
+    last = counts.size - 1
+    for i in range(x.size):
+        at = np.int64((as_bits(x[i]) & 0x7FFFFFFF) >> bin_bits) - first
+        if at >= 0:
+            counts[min(at, last)] += 1
+
+
+def magnitude_histogram(x: Tensor, first: int, bins: int) -> list[int]:
+    counts = np.zeros(bins, np.int64)
+    _histogram(x.numpy(), BIN_BITS, first, counts)
+    return list(counts.tolist())
+
+
+@compiled
+def _filter(indices, values, threshold, out_indices, out_values):
+    count = 0
+    for j in range(values.size):
+        # Written always, kept only if it is large: no branch to mispredict.
+        out_indices[count] = indices[j]
+        out_values[count] = values[j]
+        count += abs(values[j]) >= threshold
+    return count
+
+
+def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    out_indices, out_values = torch.empty_like(indices), torch.empty_like(values)
+    count = _filter(
+        indices.numpy(), values.numpy(), np.float32(threshold), out_indices.numpy(), out_values.numpy()
+    )
+    return out_indices[:count], out_values[:count]
 
 
 @compiled

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from .types import SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
+from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
 
 _BLOCK = 1 << 18
 
@@ -81,6 +81,18 @@ def sampled_threshold(x: Tensor, k: int, margin: float = 0.0) -> float:
     starts = torch.from_numpy(sample_positions(n)).to(x.device)
     sample = x[(starts[:, None] + torch.arange(SAMPLE_BLOCK, device=x.device)).flatten()]
     return kth_magnitude(sample, sample_rank(k, n, sample.numel(), margin))
+
+
+def magnitude_histogram(x: Tensor, first: int, bins: int) -> list[int]:
+    """How many magnitudes fall into each of the bins first, first + 1, …; the last one has all larger ones too."""
+    at = (x.abs().view(torch.int32) >> BIN_BITS).long() - first
+    return torch.bincount(at[at >= 0].clamp_(max=bins - 1), minlength=bins).tolist()
+
+
+def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The entries of a sparse vector with |value| >= threshold."""
+    chosen = values.abs() >= _float32(threshold)
+    return indices[chosen], values[chosen]
 
 
 def magnitude_moments(x: Tensor) -> tuple[float, float]:

@@ -14,6 +14,9 @@ SLOPE_STEP = 1.05
 SMALLEST = float(np.finfo(np.float32).tiny)
 """Entries below the smallest normal number are never worth sending; exact zeros are among them."""
 
+BIN_BITS = 15
+"""Magnitudes are binned by their float bits without the lowest BIN_BITS: 256 bins per factor of two."""
+
 SAMPLE = 1 << 18
 """Entries a threshold is estimated from; large enough for 2 % accuracy at 1 % density."""
 
@@ -39,6 +42,16 @@ class Picked:
     @property
     def complete(self) -> bool:
         return self.count == self.indices.numel()
+
+
+def bin_of(magnitude: float) -> int:
+    """The bin a magnitude falls into; bins are ordered like magnitudes."""
+    return int(np.float32(magnitude).view(np.uint32)) >> BIN_BITS
+
+
+def bin_edge(index: int) -> float:
+    """The smallest magnitude of a bin."""
+    return float(np.uint32(index << BIN_BITS).view(np.float32))
 
 
 def index_dtype(size: int) -> torch.dtype:

@@ -1,0 +1,98 @@
+"""Bytes and CPU time of one allreduce, per rank and step, for every algorithm; and how they grow with P.
+
+Ranks are threads of this process, so bytes, messages and CPU time are real, and the network costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from common import Gradients, arguments, table, write_json
+
+import oktopk
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Means per step and rank, after the start."""
+
+    payload_bytes: float
+    control_bytes: float
+    messages: float
+    cpu_seconds: float
+
+
+def run(
+    algorithm: str, size: int, density: float, world: int, start: int, steps: int, values: str, indices: str
+) -> Cost:
+    def rank(comm: oktopk.Communicator) -> torch.Tensor:
+        gradients = Gradients(size, comm.rank)
+        residual, state, totals = torch.zeros(size), None, torch.zeros(4, dtype=torch.float64)
+        for step in range(start + steps):
+            gradient = gradients.at(step)
+            began = time.thread_time()
+            _, info = oktopk.sparse_allreduce(
+                gradient, density, algorithm, residual, comm,
+                values=values, indices=indices, out=gradient, state=state, step=step,
+            )  # fmt: skip
+            cpu = time.thread_time() - began
+            state = info.state
+            if step >= start:
+                sent = [info.payload.sent_bytes, info.control.sent_bytes, info.payload.sent_messages, cpu]
+                totals += torch.tensor(sent, dtype=torch.float64)
+        return totals / steps
+
+    return Cost(*torch.stack(oktopk.run_threads(world, rank, timeout=600)).mean(0).tolist())
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], "volume")
+    parser.add_argument("--size", type=int, default=14_700_000)
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--start", type=int, default=3, help="steps before counting begins")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--scaling-size", type=int, default=400_000, help="entries in the second table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    records = []
+
+    rows = []
+    dense_bytes = 2 * 4 * options.size * (options.world - 1) // options.world
+    for values in ("fp32", "fp16"):
+        for name in oktopk.ALGORITHMS:
+            if name == "dense" and values != "fp32":
+                continue
+            cost = run(
+                name, options.size, options.density, options.world, options.start, options.steps, values, "coded"
+            )
+            rows.append([name, values, f"{cost.payload_bytes / 1e6:.3f}", f"{cost.control_bytes / 1e3:.2f}",
+                         f"{cost.messages:.1f}", f"{dense_bytes / cost.payload_bytes:.1f}x",
+                         f"{1e3 * cost.cpu_seconds:.1f}"])  # fmt: skip
+            records.append({"algorithm": name, "values": values, "size": options.size, "world": options.world,
+                            **asdict(cost)})  # fmt: skip
+    print(f"n = {options.size:,}, density {options.density:g}, P = {options.world}; sent per rank and step")
+    print("(dense: modelled, a ring)\n")
+    print(table(["algorithm", "values", "MB", "control kB", "messages", "less than dense", "CPU ms"], rows))
+
+    rows = []
+    size = options.scaling_size
+    k = int(size * options.density)
+    names = [name for name in oktopk.ALGORITHMS if name != "dense"]
+    for world in (2, 4, 8, 16, 32):
+        row: list[object] = [world]
+        for name in names:
+            cost = run(name, size, options.density, world, options.start, 20, "fp32", "raw")
+            row.append(f"{cost.payload_bytes / 4 / (k * (world - 1) / world):.2f}")
+            records.append({"algorithm": name, "world": world, "size": size, "k": k, **asdict(cost)})
+        rows.append(row)
+    print(f"\nwords of 4 bytes sent per rank and step, over k(P-1)/P; n = {size:,}, k = {k:,}; raw indices,")
+    print("headers included\n")
+    print(table(["P", *names], rows))
+    write_json(options.json, records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Set up once per session: the hypothesis profile, one torch thread, and kernels that are compiled already."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from oktopk import wire
+from oktopk.kernels import backend
+from oktopk.sparse import SparseVector
+
+settings.register_profile(
+    "oktopk",
+    deadline=None,  # a busy machine is not a bug
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+    max_examples=60,
+)
+settings.load_profile("oktopk")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_kernels() -> None:
+    """Call every kernel on tiny input, so that no test pays for the compiler out of its own timeout."""
+    torch.set_num_threads(1)
+    x = torch.ones(33)
+    kernels = backend(x)
+    kernels.select(x, math.inf, 0)
+    for keep_old in (False, True):
+        kernels.accumulate_select(x.clone(), x.clone(), math.inf, 0, keep_old)
+    kernels.first_equal(x, 1.0, 1)
+    kernels.kth_magnitude(x, 1)
+    kernels.sampled_threshold(x, 1)
+    kernels.sampled_threshold(torch.ones(2**20 - 1), 1)
+    kernels.magnitude_histogram(x, 0, 1)
+    kernels.magnitude_moments(x)
+    for dtype, size in ((torch.int32, 64), (torch.int64, 2**31)):
+        vector = SparseVector(torch.arange(3, dtype=dtype), torch.ones(3), size)
+        vector.at_least(1.0)
+        kernels.scatter_add_(x.clone(), vector.indices, vector.values)
+        kernels.union_sum([(vector.indices, vector.values)], 0, 33)
+        kernels.common(vector.indices, vector.indices)
+        tag = wire.Tag(0, 0, 0, 0, size, 0, size)
+        wire.decode(wire.encode(vector, tag, wire.ValueCode.FP16)[0], tag)
