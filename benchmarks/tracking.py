@@ -42,7 +42,9 @@ def run(size: int, density: float, world: int, start: int, steps: int, algorithm
         for step in range(start + steps):
             gradient = gradients.at(step)
             began = time.thread_time()
-            _, info = oktopk.sparse_allreduce(gradient, density, algorithm, residual, comm, out=gradient, state=state, step=step)
+            _, info = oktopk.sparse_allreduce(
+                gradient, density, algorithm, residual, comm, out=gradient, state=state, step=step
+            )
             busy += time.thread_time() - began if step >= start else 0.0
             state = info.state
             infos.append(info)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .errors import WireError
 from .kernels import coding
-from .kernels.coding import Array, IndexCode, ValueCode
+from .kernels.coding import Array, IndexCode, ValueCode, elias_fano_bytes, padded
 from .sparse import SparseVector
 
 try:
@@ -74,11 +74,7 @@ class Decoded(NamedTuple):
 def capacity(count: int, span: int, values: ValueCode) -> int:
     """The most bytes a message of up to `count` entries can have, whatever the codes chosen."""
     count = min(count, span)
-    return HEADER_BYTES + _padded((4 if span < 2**31 else 8) * count) + _padded(values.width * count)
-
-
-def _padded(size: int) -> int:
-    return (size + 7) // 8 * 8
+    return HEADER_BYTES + padded((4 if span < 2**31 else 8) * count) + padded(values.width * count)
 
 
 def best_index_code(indices: Array, start: int, span: int, raw: bool = False) -> tuple[IndexCode, int, int]:
@@ -91,16 +87,16 @@ def best_index_code(indices: Array, start: int, span: int, raw: bool = False) ->
     if count == 0 or raw:
         return IndexCode.RAW32, 4 * count, 0
     one, two = codes.escapes(indices, start)
-    options = [
+    # The smallest Elias-Fano code has log2(span / count) low bits; whole bytes of them are faster.
+    tightest = (span // count).bit_length() - 1
+    aligned = 8 if tightest < 12 else 16
+    options = (
         (4 * count, _TIME_RAW, IndexCode.RAW32, 0),
         (2 * count + 4 * two, _TIME_DELTA16, IndexCode.DELTA16, 0),
         (count + 4 * one, _TIME_DELTA8, IndexCode.DELTA8, 0),
-    ]
-    # The smallest Elias-Fano code has log2(span / count) low bits; whole bytes of them are faster.
-    tightest = (span // count).bit_length() - 1
-    for low, time in ((8, _TIME_ALIGNED), (16, _TIME_ALIGNED), (tightest, _TIME_PACKED)):
-        low_words, high_words = coding.elias_fano_words(count, span, low)
-        options.append((8 * (low_words + high_words), time, IndexCode.ELIAS_FANO, low))
+        (elias_fano_bytes(count, span, aligned), _TIME_ALIGNED, IndexCode.ELIAS_FANO, aligned),
+        (elias_fano_bytes(count, span, tightest), _TIME_PACKED, IndexCode.ELIAS_FANO, tightest),
+    )
     size, _, code, low = min(options, key=lambda option: option[0] + option[1] * count)
     return code, size, low
 
@@ -111,20 +107,18 @@ def encode(
     """The message for `part`, and the values of `part` as the receiver will decode them."""
     indices, floats = _array(part.indices), _array(part.values)
     index_code, index_bytes, low = best_index_code(indices, tag.start, tag.span, raw_indices)
-    indices_end = HEADER_BYTES + index_bytes
-    values_at = _padded(indices_end)
-    values_end = values_at + values.width * indices.size
-    message = np.empty(_padded(values_end), np.uint8)
-    message[indices_end:values_at] = 0
-    message[values_end:] = 0
+    length = HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[values] * indices.size)
+    message = np.empty(length, np.uint8)
     decoded = floats if values is ValueCode.FP32 else np.empty_like(floats)
-    codes.write_indices(indices, int(index_code), low, tag.start, tag.span, message[HEADER_BYTES:indices_end])
-    scale = codes.write_values(floats, int(values), message[values_at:values_end], decoded)
+    scale = codes.write_body(
+        message[HEADER_BYTES:], int(index_code), index_bytes, low, tag.start, tag.span, indices,
+        int(values), floats, decoded,
+    )  # fmt: skip
     _HEADER.pack_into(
         message.data, _FRAME.size, MAGIC, tag.phase, index_code, values, _NONFINITE if nonfinite else 0,
         tag.step, tag.bucket, tag.sender, tag.size, tag.start, tag.span, indices.size, index_bytes, scale, low,
     )  # fmt: skip
-    _FRAME.pack_into(message.data, 0, message.size, _checksum(message))
+    _FRAME.pack_into(message.data, 0, length, _checksum(message))
     if decoded is floats:
         return torch.from_numpy(message), part.values
     return torch.from_numpy(message), _tensor(decoded, part.values.device)
@@ -151,16 +145,14 @@ def decode(message: Tensor, tag: Tag, device: torch.device = _CPU) -> Decoded:
         raise _refuse(tag, f"it is another one: {found}")
     if index_code not in _INDEX_CODES or value_code not in _VALUE_WIDTHS or not math.isfinite(scale):
         raise _refuse(tag, f"unknown codes: indices {index_code}, values {value_code}, scale {scale}")
-    indices_end = HEADER_BYTES + index_bytes
-    values_at = _padded(indices_end)
-    values_end = values_at + _VALUE_WIDTHS[value_code] * count
-    if count > span or _padded(values_end) != length:
+    if count > span or HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[value_code] * count) != length:
         raise _refuse(tag, f"{count} entries with {index_bytes} index bytes do not fit {length} bytes")
     indices = np.empty(count, np.int32 if size < 2**31 else np.int64)
     values = np.empty(count, np.float32)
-    if not codes.read_indices(data[HEADER_BYTES:indices_end], index_code, low, start, span, indices):
+    if not codes.read_body(
+        data[HEADER_BYTES:], index_code, index_bytes, low, start, span, indices, value_code, scale, values
+    ):
         raise _refuse(tag, "the indices are out of order or out of range")
-    codes.read_values(data[values_at:values_end], value_code, scale, values)
     vector = SparseVector(_tensor(indices, device), _tensor(values, device), size)
     return Decoded(vector, bool(flags & _NONFINITE))
 

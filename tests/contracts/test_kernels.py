@@ -516,5 +516,5 @@ def test_the_library_is_the_same_without_numba() -> None:
     assert done.returncode == 0, done.stderr
     with_numba: dict[str, list[list[str]]] = {}
     exec(COLLECTIVE, with_numba)
-    assert len(with_numba["digests"]) == 12
+    assert len(with_numba["digests"]) >= 12
     assert json.loads(done.stdout) == with_numba["digests"]

@@ -79,6 +79,9 @@ class Ranks:
     def reap(self) -> None:
         raise NotImplementedError
 
+    def gone(self, rank: int) -> bool:
+        raise NotImplementedError
+
     def __enter__(self) -> Ranks:
         return self
 
@@ -92,8 +95,10 @@ class Ranks:
         self._temporary.cleanup()
 
     def pid(self, rank: int) -> int:
-        assert wait_until(self._file(rank, "pid").exists, 60), f"rank {rank} did not start"
-        return int(self._file(rank, "pid").read_text())
+        path = self._file(rank, "pid")
+        wait_until(lambda: path.exists() or self.gone(rank), 60)
+        assert path.exists(), f"rank {rank} did not start\n{self.output()}"
+        return int(path.read_text())
 
     def running(self, ranks: Iterable[int], timeout: float) -> list[int]:
         """Wait for the ranks to end; which have not."""
@@ -123,6 +128,9 @@ class GlooRanks(Ranks):
         for process in self.processes:
             process.start()
 
+    def gone(self, rank: int) -> bool:
+        return self.processes[rank].exitcode is not None
+
     def reap(self) -> None:
         for process in self.processes:
             process.kill()
@@ -143,6 +151,9 @@ class MPIRanks(Ranks):
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
+
+    def gone(self, rank: int) -> bool:
+        return self.mpiexec.poll() is not None
 
     def reap(self) -> None:
         try:

@@ -69,6 +69,7 @@ class GroupCommunicator(Communicator):
         backend = dist.get_backend(group)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._exact = backend != "gloo" if exact_receives is None else exact_receives
+        self.announcement_bytes = 8 if self._exact else 0
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Work:
         outgoing = message.to(self._device)

@@ -88,6 +88,37 @@ def read_values(stream: Array, code: int, scale: float, out: Array) -> None:
         fp16_decode(stream.view(np.uint16), scale, out)
 
 
+def padded(size: int) -> int:
+    """Rounded up to a multiple of 8."""
+    return (size + 7) // 8 * 8
+
+
+def write_body(
+    body: Array, index_code: int, index_bytes: int, low: int, start: int, span: int, indices: Array,
+    value_code: int, values: Array, decoded: Array,
+) -> float:  # fmt: skip
+    """Coded indices and values, each padded with zeros to 8 bytes, fill the body; returns the values' scale."""
+    values_at = padded(index_bytes)
+    values_end = values_at + (4 if value_code == ValueCode.FP32 else 2) * indices.size
+    body[index_bytes:values_at] = 0
+    body[values_end:] = 0
+    write_indices(indices, index_code, low, start, span, body[:index_bytes])
+    return write_values(values, value_code, body[values_at:values_end], decoded)
+
+
+def read_body(
+    body: Array, index_code: int, index_bytes: int, low: int, start: int, span: int, indices: Array,
+    value_code: int, scale: float, values: Array,
+) -> bool:  # fmt: skip
+    """Fill indices and values from a body of the right size; False if the indices are not in order or range."""
+    values_at = padded(index_bytes)
+    values_end = values_at + (4 if value_code == ValueCode.FP32 else 2) * indices.size
+    if not read_indices(body[:index_bytes], index_code, low, start, span, indices):
+        return False
+    read_values(body[values_at:values_end], value_code, scale, values)
+    return True
+
+
 def gaps(indices: Array, base: int) -> Array:
     """The distance of each index from the one before, less one; from base - 1 for the first."""
     offsets = indices.astype(np.int64) - base
@@ -151,6 +182,11 @@ def delta_decode(stream: Array, count: int, width: int, base: int, span: int, ou
 def elias_fano_words(count: int, span: int, low: int) -> tuple[int, int]:
     """64-bit words of the two streams: `low` bits of each offset; then one bit per entry and per high part."""
     return (count * low + 63) // 64, (count + (span >> low) + 1 + 63) // 64
+
+
+def elias_fano_bytes(count: int, span: int, low: int) -> int:
+    low_words, high_words = elias_fano_words(count, span, low)
+    return 8 * (low_words + high_words)
 
 
 def elias_fano_encode(indices: Array, base: int, span: int, low: int, out: Array) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .coding import LANES, PRIME, IndexCode, ValueCode, elias_fano_words
+from .coding import LANES, PRIME, IndexCode, ValueCode, elias_fano_words, padded
 from .vector import as_bits, as_float, trailing_zeros
 
 compiled = njit(nogil=True, cache=True)
@@ -17,7 +17,7 @@ compiled = njit(nogil=True, cache=True)
 _RAW32, _RAW64, _DELTA8, _DELTA16, _ELIAS_FANO = (
     int(IndexCode[name]) for name in ("RAW32", "RAW64", "DELTA8", "DELTA16", "ELIAS_FANO")
 )
-_BF16, _FP16 = int(ValueCode.BF16), int(ValueCode.FP16)
+_FP32, _BF16, _FP16 = (int(code) for code in ValueCode)
 _PRIME = np.uint64(PRIME)
 
 
@@ -328,6 +328,31 @@ def read_values(stream, code, scale, out):
         floats = stream.view(np.float32)
         for j in range(out.size):
             out[j] = floats[j]
+
+
+# --- a whole message, in one call ----------------------------------------------------------------------------
+
+_padded = compiled(padded)
+
+
+@compiled
+def write_body(body, index_code, index_bytes, low, start, span, indices, value_code, values, decoded):
+    values_at = _padded(index_bytes)
+    values_end = values_at + (4 if value_code == _FP32 else 2) * indices.size
+    body[index_bytes:values_at] = 0
+    body[values_end:] = 0
+    write_indices(indices, index_code, low, start, span, body[:index_bytes])
+    return write_values(values, value_code, body[values_at:values_end], decoded)
+
+
+@compiled
+def read_body(body, index_code, index_bytes, low, start, span, indices, value_code, scale, values):
+    values_at = _padded(index_bytes)
+    values_end = values_at + (4 if value_code == _FP32 else 2) * indices.size
+    if not read_indices(body[:index_bytes], index_code, low, start, span, indices):
+        return False
+    read_values(body[values_at:values_end], value_code, scale, values)
+    return True
 
 
 # --- checksum ------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""The kernels against the memory limit, plain torch operations and torch.topk.
+
+The memory limit is the in-place `a += b` of the same size, by torch, measured in the same run. All contenders
+take turns, so that what disturbs the machine disturbs all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from common import arguments, side_by_side, table, write_json
+
+from oktopk.kernels import backend, reference
+
+HEADERS = ["n", "density", "threads", "kernel", "ms", "memory limit / it", "it / fused"]
+
+
+def plain_torch(residual: torch.Tensor, grad: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one would write without a kernel."""
+    residual += grad
+    indices = torch.nonzero(residual.abs() >= threshold).flatten()
+    return indices, residual[indices]
+
+
+def topk(residual: torch.Tensor, grad: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    residual += grad
+    indices = torch.topk(residual.abs(), k, sorted=False).indices
+    return indices, residual[indices]
+
+
+def measure(size: int, density: float, threads: int, repeats: int) -> tuple[list[list[object]], list[dict]]:
+    torch.set_num_threads(threads)
+    source = torch.randn(size) * torch.randn(size).exp()
+    grad, residual = source.clone(), torch.zeros(size)
+    k = int(size * density)
+    kernels = backend(source)
+    threshold = kernels.kth_magnitude(source, k)
+    capacity = int(1.25 * k)
+
+    def reset() -> None:
+        grad.copy_(source)
+        residual.zero_()
+
+    small = torch.zeros(size)
+    picked = kernels.select(source, threshold, capacity)
+    runs = {
+        "a += b": lambda: residual.add_(grad),
+        "accumulate + select": lambda: kernels.accumulate_select(residual, grad, threshold, capacity),
+        "the same, old residual kept": lambda: kernels.accumulate_select(
+            residual, grad, threshold, capacity, keep_old=True
+        ),
+        "select": lambda: kernels.select(grad, threshold, capacity),
+        "exact k-th magnitude": lambda: kernels.kth_magnitude(grad, k),
+        "sampled threshold": lambda: kernels.sampled_threshold(grad, k),
+        "scatter": lambda: kernels.scatter_add_(small, picked.indices, picked.values),
+        "torch operations": lambda: plain_torch(residual, grad, threshold),
+        "reference (torch, in blocks)": lambda: reference.accumulate_select(residual, grad, threshold, capacity),
+    }
+    times = side_by_side(runs, repeats, reset)
+    slow = {"torch.topk": lambda: topk(residual, grad, k)}
+    times |= side_by_side(slow, max(2, repeats // 5), reset)
+    rows: list[list[object]] = []
+    records = []
+    for name, taken in times.items():
+        share = times["a += b"] / taken
+        against = taken / times["accumulate + select"]
+        rows.append(
+            [f"{size:,}", f"{density:g}", threads, name, f"{1e3 * taken:.2f}", f"{share:.0%}", f"{against:.2f}x"]
+        )
+        records.append({"size": size, "density": density, "threads": threads, "kernel": name, "seconds": taken,
+                        "share_of_memory_limit": share, "times_the_fused": against})  # fmt: skip
+    return rows, records
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], "kernels")
+    parser.add_argument("--size", type=int, default=25_000_000)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    rows, records = [], []
+    for threads in options.threads:
+        for density in (0.01, 0.001):
+            new_rows, new_records = measure(options.size, density, threads, options.repeats)
+            rows += new_rows
+            records += new_records
+    print(table(HEADERS, rows))
+    write_json(options.json, records)
+
+
+if __name__ == "__main__":
+    main()
