@@ -151,10 +151,13 @@ def _problem(
         return f"tensor must be of a floating type, got {tensor.dtype}: convert it first"
     if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
         return f"density must be in (0, 1], got {density}"
-    if values not in VALUE_CODES:
+    if not isinstance(values, str) or values not in VALUE_CODES:
         return f"unknown value format {values!r}: choose one of {', '.join(VALUE_CODES)}"
     if indices not in ("coded", "raw"):
         return f"unknown index format {indices!r}: choose coded or raw"
+    for name, given in (("out", out), ("residual", residual)):
+        if given is not None and not isinstance(given, Tensor):
+            return f"{name} must be a torch.Tensor, got {type(given).__name__}"
     if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype):
         return f"out must be {tensor.dtype} of shape {tuple(tensor.shape)}, got {out.dtype} {tuple(out.shape)}"
     if residual is not None:

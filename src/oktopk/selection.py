@@ -161,7 +161,7 @@ class Tracker:
 
 
 def in_band(count: int, k: int) -> bool:
-    return math.floor(LOW * k) <= count <= hard_cap(k)
+    return max(1, math.floor(LOW * k)) <= count <= hard_cap(k)
 
 
 def nearest_edge(counts: Sequence[int], k: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class TrackedSelection:
 
 def select_exact(acc: Accumulator, k: int, last: float | None) -> Chosen:
     """Exact top-k; the threshold of the last step, if known, tells where to look first."""
-    return exact_top_k(acc, k, acc.select(math.inf if last is None else 0.9 * last, 2 * k))
+    return exact_top_k(acc, k, acc.select(math.inf if last is None else max(SMALLEST, 0.9 * last), 2 * k))
 
 
 def select_gaussian(acc: Accumulator, k: int, rounds: int = 8) -> Chosen:

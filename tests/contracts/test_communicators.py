@@ -6,13 +6,14 @@ another on the same communicator, so that one which leaves something behind is f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def contract_exchange_yields_the_nearest_below_first(comm: Communicator) -> None
 
 def contract_exchange_leaves_out_who_has_nothing_to_say(comm: Communicator) -> None:
     for modulus in (1, 2, 3):  # at 1 nobody says anything
-        outgoing = [letter(9, comm.rank, to) if (comm.rank + 2 * to) % modulus else None for to in range(comm.world)]
+        outgoing = [
+            letter(9, comm.rank, to) if (comm.rank + 2 * to) % modulus else None for to in range(comm.world)
+        ]
         sources = [(source + 2 * comm.rank) % modulus != 0 for source in range(comm.world)]
         received = list(comm.exchange(outgoing, packed_bytes(9), "holes", sources=sources))
         below = [(comm.rank - step) % comm.world for step in range(1, comm.world)]
@@ -282,11 +285,20 @@ def keep_journal(path: Path, comm: Communicator) -> None:
                 return
 
 
+PROCESS_WORLDS = [(transport, size) for transport in ("gloo", "gloo-exact", "mpi") for size in worlds.SIZES]
+PROCESS_WORLDS += [("gloo-metered", 3), ("mpi-metered", 3)]  # the meter does not care for what is below it
+
+
+def run_contracts(comm: Communicator, transport: str, directory: Path) -> None:
+    if (transport, comm.world) in PROCESS_WORLDS:
+        meter = Metered(comm) if transport.endswith("metered") else comm
+        keep_journal(directory / f"{transport}-{comm.world}.{comm.rank}", meter)
+
+
 def gloo_contracts(connect: Callable[..., Communicator], directory: Path) -> None:
-    plain, metered = connect(timeout=TIMEOUT), Metered(connect(timeout=TIMEOUT))
-    exact = connect(timeout=TIMEOUT, exact_receives=True)
-    for transport, comm in (("gloo", plain), ("gloo-metered", metered), ("gloo-exact", exact)):
-        keep_journal(directory / f"{transport}-{comm.world}.{comm.rank}", comm)
+    for transport in ("gloo", "gloo-metered", "gloo-exact"):
+        comm = connect(timeout=TIMEOUT, exact_receives=transport == "gloo-exact")
+        run_contracts(comm, transport, directory)
 
 
 MPI_ROUNDS = ((8,), (7, 1), (5, 3), (4, 2))
@@ -296,15 +308,13 @@ MPI_ROUNDS = ((8,), (7, 1), (5, 3), (4, 2))
 def mpi_contracts(connect: Callable[..., Communicator], directory: Path) -> None:
     from mpi4py import MPI
 
-    everybody, comms = MPI.COMM_WORLD, []
+    everybody = MPI.COMM_WORLD
     for sizes in MPI_ROUNDS:
-        edges = [0, *(sum(sizes[: i + 1]) for i in range(len(sizes)))]
+        edges = [0, *accumulate(sizes)]
         place = [start <= everybody.rank < stop for start, stop in pairwise(edges)]
         part = everybody.Split(place.index(True) if any(place) else MPI.UNDEFINED, everybody.rank)
-        if part != MPI.COMM_NULL:
-            comms += [("mpi", connect(part, timeout=TIMEOUT)), ("mpi-metered", Metered(connect(part, timeout=TIMEOUT)))]
-    for transport, comm in comms:
-        keep_journal(directory / f"{transport}-{comm.world}.{comm.rank}", comm)
+        for transport in ("mpi", "mpi-metered") if any(place) else ():
+            run_contracts(connect(part, timeout=TIMEOUT), transport, directory)
 
 
 class Journals:
@@ -351,8 +361,7 @@ def test_contract_on_threads(size: int, contract: str, metered: bool) -> None:
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-@pytest.mark.parametrize("size", worlds.SIZES)
-@pytest.mark.parametrize("transport", ["gloo", "gloo-metered", "gloo-exact", "mpi", "mpi-metered"])
+@pytest.mark.parametrize(("transport", "size"), PROCESS_WORLDS)
 def test_contract_on_processes(transport: str, size: int, contract: str, journals: Journals) -> None:
     failures = journals.failures(transport, size, contract)
     assert not failures, failures
@@ -406,19 +415,38 @@ def test_a_silent_rank_is_a_timeout_on_threads(name: str) -> None:
     assert_timed_out(name, [wait for wait in waits if wait])
 
 
-@pytest.mark.parametrize(
-    ("transport", "options"),
-    [("gloo", {}), ("gloo", {"exact_receives": True}), ("mpi", {})],
-    ids=["gloo", "gloo-exact", "mpi"],
-)
-def test_a_silent_rank_is_a_timeout_on_processes(transport: str, options: dict[str, Any], tmp_path: Path) -> None:
-    with worlds.start(transport, 3, silent_rank_zero, tmp_path, options) as ranks:
-        assert ranks.running(range(3), 60) == []  # and that is not the end of a rank that has given up
-        waited = [ranks.outcome(rank) for rank in (1, 2)]
-    for outcome in waited:
-        assert outcome.error is None, outcome.trace
-    for name in SILENCED:
-        assert_timed_out(name, [outcome.value[name] for outcome in waited])
+SILENT_WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gloo": ("gloo", {}),
+    "gloo-exact": ("gloo", {"exact_receives": True}),
+    "mpi": ("mpi", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[worlds.Outcome]]:
+    """What became of ranks 1 and 2 in each of the worlds; they wait at the same time."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for name, (transport, options) in SILENT_WORLDS.items():
+            if transport != "mpi" or worlds.has_mpi():
+                done = tmp_path_factory.mktemp(name)
+                ranks = worlds.start(transport, 3, silent_rank_zero, done, options)
+                started[name] = stack.enter_context(ranks)
+        for name, ranks in started.items():
+            assert ranks.running(range(3), 60) == [], name
+        return {name: [ranks.outcome(1), ranks.outcome(2)] for name, ranks in started.items()}
+
+
+@pytest.mark.parametrize("name", SILENCED)
+@pytest.mark.parametrize("world", SILENT_WORLDS)
+def test_a_silent_rank_is_a_timeout_on_processes(
+    world: str, name: str, waited: dict[str, list[worlds.Outcome]]
+) -> None:
+    if world == "mpi":
+        worlds.need_mpi()
+    for outcome in waited[world]:
+        assert outcome.value, outcome.trace
+    assert_timed_out(name, [outcome.value[name] for outcome in waited[world]])
 
 
 # A rank that fails.

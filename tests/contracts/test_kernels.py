@@ -439,8 +439,11 @@ def test_two_torch_threads_make_no_difference(size: int) -> None:
     assert_same_picked(picked, reference.select(x + grad, 50.0, size // 8))
     assert cpu.kth_magnitude(x, size // 100) == reference.kth_magnitude(x, size // 100)
     assert cpu.magnitude_moments(x) == pytest.approx(reference.magnitude_moments(x), rel=1e-9)
-    x[-1] = NAN
-    assert not cpu.select(x, INF, 0).finite
+    for place in (0, -1):
+        spoilt = x.clone()
+        spoilt[place] = NAN
+        assert not cpu.select(spoilt, INF, 0).finite
+        assert not reference.select(spoilt, INF, 0).finite
 
 
 def all_kernels(kernels: Backend, seed: int) -> list[object]:

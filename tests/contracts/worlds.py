@@ -94,16 +94,17 @@ class Ranks:
         self.reap()
         self._temporary.cleanup()
 
-    def pid(self, rank: int) -> int:
+    def pid(self, rank: int, timeout: float = 60) -> int:
         path = self._file(rank, "pid")
-        wait_until(lambda: path.exists() or self.gone(rank), 60)
+        wait_until(lambda: path.exists() or self.gone(rank), timeout)
         assert path.exists(), f"rank {rank} did not start\n{self.output()}"
         return int(path.read_text())
 
     def running(self, ranks: Iterable[int], timeout: float) -> list[int]:
         """Wait for the ranks to end; which have not."""
-        pids = {rank: self.pid(rank) for rank in ranks}
-        wait_until(lambda: not any(map(is_running, pids.values())), timeout)
+        deadline = time.monotonic() + timeout
+        pids = {rank: self.pid(rank, timeout) for rank in ranks}
+        wait_until(lambda: not any(map(is_running, pids.values())), deadline - time.monotonic())
         return [rank for rank, pid in pids.items() if is_running(pid)]
 
     def outcome(self, rank: int) -> Outcome:
@@ -140,12 +141,16 @@ class GlooRanks(Ranks):
 class MPIRanks(Ranks):
     """Started by the mpiexec that was installed together with this interpreter."""
 
+    def __init__(self, size: int, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        need_mpi()
+        super().__init__(size, job, args)
+
     def launch(self, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
         (self.directory / "job").write_bytes(pickle.dumps((job, args)))
         program = [sys.executable, "-c", "import sys, worlds; worlds._mpi_rank(sys.argv[1])", str(self.directory)]
         self._output = (self.directory / "output").open("wb")
         self.mpiexec = subprocess.Popen(
-            [mpiexec(), "-n", str(self.size), *program],
+            [str(mpiexec()), "-n", str(self.size), *program],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -167,20 +172,25 @@ class MPIRanks(Ranks):
         return (self.directory / "output").read_text(errors="replace")[-3000:]
 
 
-def mpiexec() -> str:
-    """Its path; without MPI the test is skipped."""
+def mpiexec() -> str | None:
     beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None or importlib.util.find_spec("mpi4py") is None:
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def has_mpi() -> bool:
+    return mpiexec() is not None and importlib.util.find_spec("mpi4py") is not None
+
+
+def need_mpi() -> None:
+    if not has_mpi():
         pytest.skip("needs mpi4py and mpiexec: pip install 'oktopk[mpi]'")
-    return found
 
 
 def start(transport: str, size: int, job: Callable[..., Any], *args: Any) -> Ranks:
     return {"gloo": GlooRanks, "mpi": MPIRanks}[transport](size, job, args)
 
 
-def run(transport: str, size: int, job: Callable[..., Any], *args: Any, timeout: float = 90) -> list[Any]:
+def run(transport: str, size: int, job: Callable[..., Any], *args: Any, timeout: float = 80) -> list[Any]:
     """What the job returns on each rank; an error on any of them is an AssertionError that shows them all."""
     with start(transport, size, job, *args) as ranks:
         late = ranks.running(range(size), timeout)
@@ -233,5 +243,5 @@ def _mpi_rank(path: str) -> None:
     outcome = _run_job(directory, MPI.COMM_WORLD.Get_rank(), oktopk.MPICommunicator, job, args)
     # A rank that has met a timeout aborts all others as it ends: let them report first.
     reports = [directory / f"{rank}.outcome" for rank in range(MPI.COMM_WORLD.Get_size())]
-    wait_until(lambda: all(report.exists() for report in reports), 3)
+    wait_until(lambda: all(report.exists() for report in reports), 2)
     sys.exit(outcome.error is not None)

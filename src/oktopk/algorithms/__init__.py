@@ -24,7 +24,7 @@ def find_algorithm(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm of that name with its default settings, or the one given."""
     if isinstance(algorithm, Algorithm):
         return algorithm
-    if algorithm not in ALGORITHMS:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
     return ALGORITHMS[algorithm]()
 

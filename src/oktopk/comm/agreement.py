@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 
@@ -10,31 +11,43 @@ import torch
 from ..errors import WireError
 from .base import Communicator, pack, packed_bytes, unpack
 
-_ROOM = 4096
+_LONGEST = 200
+_ROOM = 1 << 16
 
 
 def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None = None) -> None:
-    """Compare `terms` on all ranks; raise the same kind of ValueError everywhere if one differs.
+    """Compare `terms` on all ranks; raise a ValueError everywhere if one differs.
 
     A rank that has found a `problem` of its own says so, and every rank raises: nobody is left waiting.
     """
-    mine = {name: str(value)[:200] for name, value in terms.items()}
-    text = json.dumps({"problem": problem, "terms": mine}).encode()
-    message = pack(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    mine = {name: _shortened(str(value)) for name, value in terms.items()}
+    said = {"problem": None if problem is None else _shortened(problem, 5 * _LONGEST), "terms": mine}
+    message = pack(torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))
     gathered = comm.all_gather(message, packed_bytes(_ROOM), "agreement", control=True)
     if problem is not None:
         raise ValueError(problem)
-    others = []
-    for rank, received in enumerate(gathered):
-        try:
-            others.append(json.loads(bytes(unpack(received, torch.uint8).numpy())))
-        except ValueError as error:
-            raise WireError(f"agreement: rank {rank} sent something unreadable") from error
-    for rank, other in enumerate(others):
-        if other["problem"] is not None:
-            raise ValueError(f"on rank {rank}: {other['problem']}")
-    for rank, other in enumerate(others):
-        for name, value in mine.items():
-            if other["terms"].get(name) != value:
-                theirs = other["terms"].get(name)
-                raise ValueError(f"ranks disagree on {name}: rank {comm.rank} has {value}, rank {rank} {theirs}")
+    others = [_read(rank, received) for rank, received in enumerate(gathered)]
+    for rank, (theirs, _) in enumerate(others):
+        if theirs is not None:
+            raise ValueError(f"on rank {rank}: {theirs}")
+    for rank, (_, other) in enumerate(others):
+        for name in {**mine, **other}:
+            if mine.get(name) != other.get(name):
+                raise ValueError(
+                    f"ranks disagree on {name}: rank {comm.rank} has {mine.get(name)}, rank {rank} {other.get(name)}"
+                )
+
+
+def _shortened(text: str, longest: int = _LONGEST) -> str:
+    """The text; a long one is cut, with a digest so that different ones stay different."""
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+
+
+def _read(rank: int, message: torch.Tensor) -> tuple[str | None, dict[str, str]]:
+    try:
+        said = json.loads(bytes(unpack(message, torch.uint8).numpy()))
+        return said["problem"], dict(said["terms"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise WireError(f"agreement: rank {rank} sent something unreadable") from error

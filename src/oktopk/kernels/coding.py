@@ -227,23 +227,28 @@ def increasing(offsets: Array, span: int) -> bool:
     """Whether 0 <= x[0] < x[1] < … < span."""
     if offsets.size == 0:
         return True
-    return bool(offsets[0] >= 0 and offsets[-1] < span and (np.diff(offsets.astype(np.int64)) > 0).all())
+    return bool(offsets[0] >= 0 and offsets[-1] < span and (offsets[1:] > offsets[:-1]).all())
 
 
 def fp16_scale(values: Array) -> float:
     """A power of two that brings the largest magnitude into [2^14, 2^15), where fp16 cannot overflow."""
     largest = float(np.abs(values).max()) if values.size else 0.0
-    return float(2.0 ** min(113, max(-100, int(np.frexp(largest)[1]) - 15)))
+    return float(2.0 ** min(113, max(-126, int(np.frexp(largest)[1]) - 15)))
 
 
 def fp16_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
     """Values over scale as fp16 bits in out; what a receiver makes of them in decoded."""
-    out[:] = (values * np.float32(1.0 / scale)).astype(np.float16).view(np.uint16)
+    with np.errstate(all="ignore"):
+        halves = (values * np.float32(1.0 / scale)).astype(np.float16).view(np.uint16)
+    out[:] = np.minimum(halves & 0x7FFF, 0x77FF) | (halves & 0x8000)
     fp16_decode(out, scale, decoded)
 
 
 def fp16_decode(stream: Array, scale: float, out: Array) -> None:
-    np.multiply(stream.view(np.float16).astype(np.float32), np.float32(scale), out=out)
+    magnitudes = ((stream & 0x7FFF).astype(np.uint32) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+    with np.errstate(over="ignore"):
+        out[:] = magnitudes * np.float32(scale)
+    out[stream >= 0x8000] *= -1
 
 
 def bf16_encode(values: Array, out: Array, decoded: Array) -> None:
@@ -273,6 +278,7 @@ def checksum(words: Array, seed: int) -> int:
     whole = words.size // LANES * LANES
     for row in words[:whole].reshape(-1, LANES):
         lanes = (lanes ^ row) * prime
+        lanes ^= lanes >> np.uint64(32)
     rest = words.size - whole
     lanes[:rest] = (lanes[:rest] ^ words[whole:]) * prime
     total = words.size

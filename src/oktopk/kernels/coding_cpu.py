@@ -137,15 +137,16 @@ def _elias_fano_encode(indices, base, span, low, out):
 
 
 @compiled
-def _read_highs(highs, low, base, out):
+def _read_highs(highs, low, base, span, out):
     """The high parts, shifted, plus base, in out; False if their number is not that of out."""
     j = 0
     for w in range(highs.size):
         bits = highs[w]
         while bits:
-            if j >= out.size:
+            high = w * 64 + np.int64(trailing_zeros(bits)) - j
+            if j >= out.size or high > span >> low:
                 return False
-            out[j] = base + ((w * 64 + np.int64(trailing_zeros(bits)) - j) << low)
+            out[j] = base + (high << low)
             bits &= bits - np.uint64(1)
             j += 1
     return j == out.size
@@ -193,7 +194,7 @@ def _elias_fano_decode(stream, low, base, span, out):
     if stream.size != (low_words + high_words) * 8:
         return False
     words = stream.view(np.uint64)
-    if not _read_highs(words[low_words:], low, base, out):
+    if not _read_highs(words[low_words:], low, base, span, out):
         return False
     if low == 8:
         _add_lows(words[:low_words].view(np.uint8), out)
@@ -262,7 +263,7 @@ def _fp16_scale(values):
     for j in range(values.size):
         largest = max(largest, np.uint32(as_bits(values[j]) & 0x7FFFFFFF))
     exponent = np.int64(largest >> 23) - 126 if largest else 0
-    exponent = min(113, max(-100, exponent - 15))
+    exponent = min(113, max(-126, exponent - 15))
     return as_float(np.uint32((exponent + 127) << 23))
 
 
@@ -283,7 +284,9 @@ def _fp16_encode(values, scale, out, decoded):
         normal = np.uint32(bits + np.uint32(0xC8000FFF) + np.uint32((bits >> 13) & 1)) >> 13
         # Adding a half shifts a subnormal half's bits to the bottom of the float, rounded on the way.
         small = as_bits(as_float(bits) + np.float32(0.5)) - np.uint32(0x3F000000)
-        half = np.uint32(sign | (np.uint32(small) if bits < 0x38800000 else np.uint32(normal)))
+        half = np.uint32(
+            sign | (np.uint32(small) if bits < 0x38800000 else min(np.uint32(normal), np.uint32(0x77FF)))
+        )
         out[j] = half
         decoded[j] = _from_half(half, scale)
 
@@ -366,7 +369,8 @@ def checksum(words, seed):
     whole = words.size // LANES * LANES
     for start in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] = (lanes[lane] ^ words[start + lane]) * _PRIME
+            mixed = (lanes[lane] ^ words[start + lane]) * _PRIME
+            lanes[lane] = mixed ^ (mixed >> np.uint64(32))
     for j in range(whole, words.size):
         lanes[j - whole] = (lanes[j - whole] ^ words[j]) * _PRIME
     total = np.uint64(words.size)

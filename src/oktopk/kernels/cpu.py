@@ -87,8 +87,9 @@ def _in_slices(n: int, run: Callable[[int, int], Any]) -> list[Any]:
 
 def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: float, capacity: int) -> Picked:
     dtype = index_dtype(x.numel())
-    low = np.float32(threshold)
-    higher = np.float32(np.float32(SLOPE_STEP) * low)
+    with np.errstate(over="ignore"):  # a threshold too large for float32 is infinity
+        low = np.float32(threshold)
+        higher = np.float32(np.float32(SLOPE_STEP) * low)
 
     def run(start: int, stop: int) -> tuple[Any, Any, int, int, bool]:
         room = min(capacity, stop - start)
@@ -200,7 +201,7 @@ def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[
 def _moments(x):
     total, squares = 0.0, 0.0
     for i in range(x.size):
-        magnitude = float(abs(x[i]))
+        magnitude = np.float64(abs(x[i]))
         total += magnitude
         squares += magnitude * magnitude
     return total, squares
