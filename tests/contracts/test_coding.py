@@ -251,6 +251,18 @@ def around(seed: int, size: int, exponent: int) -> Array:
     return np.clip(values, -float(LARGEST), float(LARGEST)).astype(np.float32)
 
 
+def halfway(seed: int, size: int) -> Array:
+    """Normal numbers that lie on, or just off, the middle between two neighbours of the short formats."""
+    rng = np.random.default_rng(seed)
+    tails = rng.choice([0x0000, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], size)
+    heads = (
+        (rng.integers(118, 132, size) << 23)
+        + (rng.integers(0, 2, size) << 31)
+        + (rng.integers(0, 128, size) << 16)
+    )
+    return (heads + tails).astype(np.uint32).view(np.float32)
+
+
 odd = [0.0, -0.0, 1.0, -1.0, 65504.0, 65520.0, 1e-45, -1e-45, TINY, -TINY, TINY / 2, 1 / 3, LARGEST, -LARGEST]
 seeds, sizes = st.integers(0, 2**16), st.sampled_from(SIZES)
 
@@ -263,6 +275,7 @@ value_arrays = st.one_of(
     st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=70).map(array),
     st.lists(st.sampled_from(odd), max_size=70).map(array),
     st.builds(finite_floats, seeds, sizes),
+    st.builds(halfway, seeds, sizes),
     st.builds(around, seeds, sizes, st.integers(-149, 128)),
 )
 

@@ -1,7 +1,8 @@
 """The contract of every communicator: threads, process groups, MPI, and each of them metered.
 
 A contract is a function that all ranks call with their communicator. In a world of processes they run one after
-another on the same communicator, so that one which leaves something behind is found out by the next.
+another on the same communicator, so that one which leaves something behind is found out by the next; only after
+one that fails do they get a new one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from torch import Tensor
 from oktopk import Aborted, CommError, CommTimeout, Communicator, Metered, OkTopkError, run_threads
 from oktopk.comm import Operation, agree, alone, pack, packed_bytes, unpack
 
-TIMEOUT = 20.0
+TIMEOUT = 10.0
 
 
 def letter(size: int, *names: int) -> Tensor:
@@ -270,35 +272,35 @@ CONTRACTS: dict[str, Callable[[Communicator], None]] = {
 }
 
 
-def keep_journal(path: Path, comm: Communicator) -> None:
-    """Run all contracts up to the first that fails, and write down how each went, in case the process dies."""
-    with path.open("a") as journal:
-        for name, contract in CONTRACTS.items():
-            failure = ""
-            try:
-                contract(comm)
-            except BaseException:  # pytest's own failures are no Exceptions
-                failure = traceback.format_exc()
-            journal.write(json.dumps([name, failure]) + "\n")
-            journal.flush()
-            if failure:
-                return
-
-
 PROCESS_WORLDS = [(transport, size) for transport in ("gloo", "gloo-exact", "mpi") for size in worlds.SIZES]
 PROCESS_WORLDS += [("gloo-metered", 3), ("mpi-metered", 3)]  # the meter does not care for what is below it
 
 
-def run_contracts(comm: Communicator, transport: str, directory: Path) -> None:
-    if (transport, comm.world) in PROCESS_WORLDS:
-        meter = Metered(comm) if transport.endswith("metered") else comm
-        keep_journal(directory / f"{transport}-{comm.world}.{comm.rank}", meter)
+def keep_journal(directory: Path, transport: str, connect: Callable[..., Communicator], **options: bool) -> None:
+    """Run the contracts and write down how each went. After one that fails the ranks meet and connect anew."""
+    meeting, comm, failed = connect(timeout=60.0), None, 0
+    if (transport, meeting.world) not in PROCESS_WORLDS:
+        return
+    with (directory / f"{transport}-{meeting.world}.{meeting.rank}").open("w") as journal:
+        for name, contract in CONTRACTS.items():
+            comm = comm or connect(timeout=TIMEOUT, **options)
+            failure = ""
+            try:
+                contract(Metered(comm) if transport.endswith("metered") else comm)
+            except BaseException:  # pytest's own failures are no Exceptions
+                failure = traceback.format_exc()
+            journal.write(json.dumps([name, failure]) + "\n")
+            journal.flush()
+            if any(bad for (bad,) in meeting.all_gather_ints([bool(failure)], "meeting")):
+                comm, failed = None, failed + 1
+            if failed == 2:
+                return  # enough to look at
 
 
 def gloo_contracts(connect: Callable[..., Communicator], directory: Path) -> None:
-    for transport in ("gloo", "gloo-metered", "gloo-exact"):
-        comm = connect(timeout=TIMEOUT, exact_receives=transport == "gloo-exact")
-        run_contracts(comm, transport, directory)
+    keep_journal(directory, "gloo", connect)
+    keep_journal(directory, "gloo-metered", connect)
+    keep_journal(directory, "gloo-exact", connect, exact_receives=True)
 
 
 MPI_ROUNDS = ((8,), (7, 1), (5, 3), (4, 2))
@@ -314,7 +316,7 @@ def mpi_contracts(connect: Callable[..., Communicator], directory: Path) -> None
         place = [start <= everybody.rank < stop for start, stop in pairwise(edges)]
         part = everybody.Split(place.index(True) if any(place) else MPI.UNDEFINED, everybody.rank)
         for transport in ("mpi", "mpi-metered") if any(place) else ():
-            run_contracts(connect(part, timeout=TIMEOUT), transport, directory)
+            keep_journal(directory, transport, partial(connect, part))
 
 
 class Journals:
@@ -341,7 +343,7 @@ class Journals:
         if start not in self.crashes:
             job = mpi_contracts if transport == "mpi" else gloo_contracts
             try:
-                worlds.run(*start, job, self.directory)
+                worlds.run(*start, job, self.directory, timeout=100)
                 self.crashes[start] = ""
             except AssertionError as error:
                 self.crashes[start] = str(error)

@@ -149,6 +149,7 @@ SHAPES = {
     "one entry of one": ([40], 100, 40, 1),
     "a region in the middle": ([40, 41, 59], 100, 40, 20),
     "odd indices above 2^24": (range(2**24 + 1, 2**24 + 4000, 2), 2**25 + 1, 0, 2**25 + 1),
+    "the last of 32 bits": ([2**31 - 2], 2**31 - 1, 0, 2**31 - 1),
     "the ends of 32 bits": ([0, 2**31 - 2], 2**31 - 1, 0, 2**31 - 1),
     "beyond 32 bits": ([0, 2**31 - 1, 2**31, 2**31 + 9], 2**31 + 10, 0, 2**31 + 10),
     "a small region beyond 32 bits": ([2**31 + 1, 2**31 + 9], 2**31 + 10, 2**31, 10),
@@ -210,16 +211,25 @@ def test_capacity_never_falls(code: ValueCode, count: int, span: int, slack: int
     assert wire.capacity(count, span, code) % 8 == 0
 
 
-@given(parts())
-def test_the_best_code_is_never_worse_than_raw(part_and_tag: tuple[SparseVector, Tag]) -> None:
-    """Time is weighed too, but never so that more than four bytes per index travel (eight beyond 2^31)."""
-    part, tag = part_and_tag
+def assert_no_worse_than_raw(part: SparseVector, tag: Tag) -> None:
     code, size, _ = wire.best_index_code(part.indices.numpy(), tag.start, tag.span)
     assert size <= (4 if tag.span < 2**31 else 8) * len(part)
     assert (code is IndexCode.FULL) == (len(part) == tag.span)
     raw = wire.best_index_code(part.indices.numpy(), tag.start, tag.span, raw=True)
     assert raw[0] in (IndexCode.RAW32, IndexCode.RAW64, IndexCode.FULL)
     assert raw[1] >= size
+
+
+@given(parts())
+def test_the_best_code_is_never_worse_than_raw(part_and_tag: tuple[SparseVector, Tag]) -> None:
+    """Time is weighed too, but never so that more than four bytes per index travel (eight beyond 2^31)."""
+    assert_no_worse_than_raw(*part_and_tag)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_best_code_of_odd_shapes_is_no_worse_than_raw(shape: str) -> None:
+    indices, size, start, span = SHAPES[shape]
+    assert_no_worse_than_raw(vector(list(indices), size), tag_for(size, start, span))
 
 
 @pytest.mark.parametrize(("density", "bits"), [(0.5, 9), (0.1, 9), (0.01, 13), (0.001, 17)])

@@ -343,6 +343,7 @@ JUMPS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardly any": lambda x: torch.where(torch.arange(x.numel()) < 200, x, 0.0),
     "subnormal but for a few": lambda x: torch.where(torch.arange(x.numel()) < 200, x, 1e-40),
     "all alike": lambda x: x.sign(),
+    "as large as floats go": lambda x: 3.4e38 * (x / (1 + x.abs())),
 }
 
 

@@ -33,9 +33,8 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
     for rank, (_, other) in enumerate(others):
         for name in {**mine, **other}:
             if mine.get(name) != other.get(name):
-                raise ValueError(
-                    f"ranks disagree on {name}: rank {comm.rank} has {mine.get(name)}, rank {rank} {other.get(name)}"
-                )
+                here, there = mine.get(name), other.get(name)
+                raise ValueError(f"ranks disagree on {name}: rank {comm.rank} has {here}, rank {rank} {there}")
 
 
 def _shortened(text: str, longest: int = _LONGEST) -> str:

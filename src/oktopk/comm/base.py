@@ -157,6 +157,7 @@ class Communicator(ABC):
                 message = self.post_recv(capacity, self.rank - first // 2, operation).wait(deadline)
             if message is None:
                 raise CommError(f"{operation}: rank 0 has no message to broadcast")
+            self._check_fits(message, capacity, operation)
             sends = []
             while self.rank + first < self.world:
                 sends.append(self.post_send(message, self.rank + first, operation))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,28 +17,23 @@ from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
 
 
 class _Work:
-    """A torch Work with its buffer kept alive, and errors that say who and where."""
+    """One or two torch Works with their buffers kept alive, and errors that say who and where."""
 
     def __init__(
         self,
-        work: Any,
+        works: Sequence[Any],
         peer: int,
         operation: Operation,
         finish: Callable[[], Tensor],
         timeout: float,
     ) -> None:
-        self.work, self.peer, self.operation, self.finish, self.timeout = (
-            work,
-            peer,
-            operation,
-            finish,
-            timeout,
-        )
+        self.works, self.peer, self.operation = works, peer, operation
+        self.finish, self.timeout = finish, timeout
 
     def wait(self, deadline: float) -> Tensor:
-        left = max(deadline - time.monotonic(), 0.001)
         try:
-            self.work.wait(timedelta(seconds=left))
+            for work in self.works:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             raise _explain(error, self.operation, f"rank {self.peer}", deadline, self.timeout) from error
         return self.finish()
@@ -67,21 +63,20 @@ class GroupCommunicator(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         self.group = group if group is not None else dist.group.WORLD
         backend = dist.get_backend(group)
-        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         self._exact = backend != "gloo" if exact_receives is None else exact_receives
         self.announcement_bytes = 8 if self._exact else 0
+        self.ahead: list[deque[_SizedReceive]] = [deque() for _ in range(self.world)]
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Work:
-        outgoing = message.to(self._device)
-        kept = [outgoing]
+        parts = [message.to(self.device)]
+        if self._exact:
+            parts.insert(0, torch.tensor([message.numel()], device=self.device))
         try:
-            if self._exact:
-                kept.append(torch.tensor([message.numel()], device=self._device))
-                dist.isend(kept[1], group=self.group, group_dst=peer)
-            work = dist.isend(outgoing, group=self.group, group_dst=peer)
+            works = [dist.isend(part, group=self.group, group_dst=peer) for part in parts]
         except RuntimeError as error:
             raise CommError(f"{operation}: cannot send to rank {peer}: {error}") from error
-        return _Work(work, peer, operation, lambda: kept[0], self.timeout)
+        return _Work(works, peer, operation, lambda: parts[-1], self.timeout)
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Work | _SizedReceive:
         if self._exact:
@@ -94,12 +89,12 @@ class GroupCommunicator(Communicator):
             work = dist.irecv(buffer, group=self.group, group_src=peer)
         except RuntimeError as error:
             raise CommError(f"{operation}: cannot receive from rank {peer}: {error}") from error
-        return _Work(work, peer, operation, finish, self.timeout)
+        return _Work([work], peer, operation, finish, self.timeout)
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
         operation = Operation("all_reduce", phase, control)
         deadline = self._deadline()
-        on_device = x.to(self._device)
+        on_device = x.to(self.device).contiguous()
         try:
             work = dist.all_reduce(on_device, group=self.group, async_op=True)
             assert work is not None  # async_op=True always gives one
@@ -111,17 +106,29 @@ class GroupCommunicator(Communicator):
 
 
 class _SizedReceive:
-    """A receive for backends that want to know the exact size: first the length, then the message."""
+    """A receive for backends that want to know the exact size: first the length, then the message.
+
+    Both are posted when somebody waits, after those of the receives that came before from the same peer.
+    """
 
     def __init__(self, comm: GroupCommunicator, capacity: int, peer: int, operation: Operation) -> None:
         self.comm, self.capacity, self.peer, self.operation = comm, capacity, peer, operation
-        self.length = torch.zeros(1, dtype=torch.int64, device=comm._device)
-        self.work = comm.receive(self.length, peer, operation, lambda: self.length)
+        self.message: Tensor | None = None
+        comm.ahead[peer].append(self)
 
     def wait(self, deadline: float) -> Tensor:
-        length = int(self.work.wait(deadline))
-        if not 0 <= length <= self.capacity:
-            raise CommError(f"{self.operation}: rank {self.peer} announces {length} of {self.capacity} bytes")
-        buffer = torch.empty(length, dtype=torch.uint8, device=self.comm._device)
-        self.comm.receive(buffer, self.peer, self.operation, lambda: buffer).wait(deadline)
-        return trim(buffer.cpu(), self.peer, self.operation)
+        queue = self.comm.ahead[self.peer]
+        while self.message is None:
+            queue.popleft().fetch(deadline)
+        return self.message
+
+    def fetch(self, deadline: float) -> None:
+        length = torch.zeros(1, dtype=torch.int64, device=self.comm.device)
+        size = int(self._receive(length, deadline))
+        if not 0 <= size <= self.capacity:
+            raise CommError(f"{self.operation}: rank {self.peer} announces {size} of {self.capacity} bytes")
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.comm.device)
+        self.message = trim(self._receive(buffer, deadline).cpu(), self.peer, self.operation)
+
+    def _receive(self, buffer: Tensor, deadline: float) -> Tensor:
+        return self.comm.receive(buffer, self.peer, self.operation, lambda: buffer).wait(deadline)

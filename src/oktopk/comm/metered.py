@@ -94,7 +94,8 @@ class Metered(Communicator):
     def measure(self, operation: Operation) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self.inner.measure(operation):
+                yield
         finally:
             self._add(operation, Traffic(seconds=time.perf_counter() - start))
 

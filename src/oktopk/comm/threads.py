@@ -14,6 +14,8 @@ from ..errors import Aborted, CommTimeout
 from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
 
 T = TypeVar("T")
+_FAREWELL = 5.0
+"""Seconds to wait for ranks that are busy with something else when an interrupt ends them."""
 
 
 class _Mailbox:
@@ -42,7 +44,9 @@ class _World:
 
     def check(self, operation: Operation) -> None:
         if self.failed is not None:
-            raise Aborted(f"{operation}: given up because rank {self.failed[0]} failed: {self.failed[1]!r}")
+            rank, error = self.failed
+            who = f"rank {rank} failed" if rank >= 0 else "the caller was interrupted"
+            raise Aborted(f"{operation}: given up because {who}: {error!r}")
 
 
 class _Sent:
@@ -143,13 +147,16 @@ def run_threads(world: int, fn: Callable[[Communicator], T], timeout: float = 60
         threading.Thread(target=run, args=(rank,), name=f"oktopk-rank-{rank}", daemon=True)
         for rank in range(world)
     ]
-    for thread in threads:
-        thread.start()
     try:
         for thread in threads:
+            thread.start()
+        for thread in threads:
             thread.join()
-    except KeyboardInterrupt as interrupt:
+    except BaseException as interrupt:  # Ctrl-C, for one: end the ranks before it goes on
         shared.abort(-1, interrupt)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(_FAREWELL)
         raise
     if shared.failed is not None:
         rank, error = shared.failed
