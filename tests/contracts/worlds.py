@@ -8,6 +8,7 @@ Outcome. No process outlives the `with` block of its world.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -213,14 +214,15 @@ def _write(path: Path, data: bytes) -> None:
 
 def _run_job(
     directory: Path, rank: int, connect: Callable[..., Any], job: Callable[..., Any], args: tuple[Any, ...]
-) -> Outcome:
+) -> int:
+    """The exit code. Nothing that the job has made is kept."""
     _write(directory / f"{rank}.pid", str(os.getpid()).encode())
     try:
         outcome = Outcome(value=job(connect, *args))
     except BaseException as error:
         outcome = Outcome(error=error, trace=traceback.format_exc())
     _write(directory / f"{rank}.outcome", pickle.dumps(outcome))
-    return outcome
+    return int(outcome.error is not None)
 
 
 def _gloo_rank(directory: Path, rank: int, size: int, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -230,9 +232,10 @@ def _gloo_rank(directory: Path, rank: int, size: int, job: Callable[..., Any], a
     def connect(**options: Any) -> oktopk.GroupCommunicator:
         return oktopk.GroupCommunicator(dist.new_group(), **options)
 
-    outcome = _run_job(directory, rank, connect, job, args)
-    dist.destroy_process_group()
-    sys.exit(outcome.error is not None)
+    code = _run_job(directory, rank, connect, job, args)
+    gc.collect()
+    dist.destroy_process_group()  # a forked process skips what an ordinary one does at its end: do it here
+    sys.exit(code)
 
 
 def _mpi_rank(path: str) -> None:
@@ -240,8 +243,8 @@ def _mpi_rank(path: str) -> None:
 
     directory = Path(path)
     job, args = pickle.loads((directory / "job").read_bytes())
-    outcome = _run_job(directory, MPI.COMM_WORLD.Get_rank(), oktopk.MPICommunicator, job, args)
+    code = _run_job(directory, MPI.COMM_WORLD.Get_rank(), oktopk.MPICommunicator, job, args)
     # A rank that has met a timeout aborts all others as it ends: let them report first.
     reports = [directory / f"{rank}.outcome" for rank in range(MPI.COMM_WORLD.Get_size())]
     wait_until(lambda: all(report.exists() for report in reports), 2)
-    sys.exit(outcome.error is not None)
+    sys.exit(code)

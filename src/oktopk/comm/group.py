@@ -96,9 +96,11 @@ class GroupCommunicator(Communicator):
         deadline = self._deadline()
         on_device = x.to(self.device).contiguous()
         try:
-            work = dist.all_reduce(on_device, group=self.group, async_op=True)
-            assert work is not None  # async_op=True always gives one
-            work.wait(timedelta(seconds=self.timeout))
+            # The options bound gloo's own thread too; without them it waits on, and the process cannot end.
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(seconds=self.timeout)
+            assert self.group is not None  # only for ranks outside of the group
+            self.group.allreduce([on_device], options).wait(options.timeout)
         except RuntimeError as error:
             raise _explain(error, operation, "the other ranks", deadline, self.timeout) from error
         if on_device is not x:

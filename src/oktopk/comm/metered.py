@@ -54,6 +54,7 @@ class Metered(Communicator):
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.world, inner.timeout)
         self.inner = inner
+        self.announcement_bytes = inner.announcement_bytes
         self.traffic: dict[Operation, Traffic] = {}
 
     def take(self) -> dict[Operation, Traffic]:
@@ -84,7 +85,7 @@ class Metered(Communicator):
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
         operation = Operation("all_reduce", phase, control)
-        with self.measure(operation):
+        with self._timed(operation):  # the inner one measures itself
             self.inner.all_reduce_(x, phase, control=control)
         moved = 2 * x.numel() * x.element_size() * (self.world - 1) // self.world
         messages = 2 * (self.world - 1)
@@ -92,10 +93,14 @@ class Metered(Communicator):
 
     @contextmanager
     def measure(self, operation: Operation) -> Iterator[None]:
+        with self._timed(operation), self.inner.measure(operation):
+            yield
+
+    @contextmanager
+    def _timed(self, operation: Operation) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with self.inner.measure(operation):
-                yield
+            yield
         finally:
             self._add(operation, Traffic(seconds=time.perf_counter() - start))
 
