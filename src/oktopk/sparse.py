@@ -48,7 +48,6 @@ class SparseVector:
         """Part j has the indices in [edges[j], edges[j+1]); the edges do not decrease, from 0 to size."""
         at = torch.tensor(list(edges), dtype=torch.int64, device=self.indices.device)
         cuts = torch.searchsorted(self.indices, at.to(self.indices.dtype)).tolist()
-        cuts[-1] = len(self)  # an edge of 2^31 does not fit the index type; the last one needs no search
         return [self[start:stop] for start, stop in pairwise(cuts)]
 
     def common(self, other: SparseVector) -> SparseVector:

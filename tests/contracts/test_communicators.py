@@ -210,7 +210,7 @@ def contract_all_gather_ints(comm: Communicator) -> None:
 def contract_agree(comm: Communicator) -> None:
     """One that differs, or has a problem, is an error on every rank; and then they can go on."""
     agree(comm, {"size": 5, "density": 0.1})
-    for odd in range(comm.world if comm.world > 1 else 0):
+    for odd in {0, comm.world - 1} if comm.world > 1 else ():
         with pytest.raises(ValueError, match="disagree on density"):
             agree(comm, {"size": 5, "density": 0.2 if comm.rank == odd else 0.1})
         with pytest.raises(ValueError, match="too wet" if comm.rank == odd else f"on rank {odd}: too wet"):
@@ -232,7 +232,7 @@ def contract_too_large_is_refused_before_anything_is_sent(comm: Communicator) ->
 
 def contract_operations_do_not_mix(comm: Communicator) -> None:
     """Many small ones in a row, without waiting for each other in between."""
-    for turn in range(15):
+    for turn in range(8):
         mine = letter(turn, comm.rank, turn)
         received = comm.all_to_all([mine] * comm.world, packed_bytes(20), "mix")
         assert_same(received, [letter(turn, r, turn) for r in range(comm.world)])

@@ -19,7 +19,17 @@ from numba import njit
 from torch import Tensor
 
 from . import reference
-from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
+from .types import (
+    BIN_BITS,
+    SAMPLE,
+    SAMPLE_BLOCK,
+    SLOPE_STEP,
+    Picked,
+    float32,
+    index_dtype,
+    sample_positions,
+    sample_rank,
+)
 from .vector import WIDTH, as_bits, block_select, trailing_zeros
 
 _MIN_SLICE = 1 << 19
@@ -87,9 +97,8 @@ def _in_slices(n: int, run: Callable[[int, int], Any]) -> list[Any]:
 
 def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: float, capacity: int) -> Picked:
     dtype = index_dtype(x.numel())
-    with np.errstate(over="ignore"):  # a threshold too large for float32 is infinity
-        low = np.float32(threshold)
-        higher = np.float32(np.float32(SLOPE_STEP) * low)
+    low = float32(threshold)
+    higher = float32(float(np.float32(SLOPE_STEP)) * float(low))
 
     def run(start: int, stop: int) -> tuple[Any, Any, int, int, bool]:
         room = min(capacity, stop - start)
@@ -191,9 +200,7 @@ def _filter(indices, values, threshold, out_indices, out_values):
 
 def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     out_indices, out_values = torch.empty_like(indices), torch.empty_like(values)
-    count = _filter(
-        indices.numpy(), values.numpy(), np.float32(threshold), out_indices.numpy(), out_values.numpy()
-    )
+    count = _filter(indices.numpy(), values.numpy(), float32(threshold), out_indices.numpy(), out_values.numpy())
     return out_indices[:count], out_values[:count]
 
 

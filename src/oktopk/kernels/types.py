@@ -44,9 +44,15 @@ class Picked:
         return self.count == self.indices.numel()
 
 
+def float32(x: float) -> np.float32:
+    """Rounded to float32; what is too large becomes infinity."""
+    with np.errstate(over="ignore"):
+        return np.float32(x)
+
+
 def bin_of(magnitude: float) -> int:
     """The bin a magnitude falls into; bins are ordered like magnitudes."""
-    return int(np.float32(magnitude).view(np.uint32)) >> BIN_BITS
+    return int(float32(magnitude).view(np.uint32)) >> BIN_BITS
 
 
 def bin_edge(index: int) -> float:
