@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,17 +43,18 @@ def select(x: Tensor, threshold: float, capacity: int) -> Picked:
     """The entries with |x| >= threshold in index order, at most the first `capacity` of them."""
     threshold = _float32(threshold)
     higher = _float32(_float32(SLOPE_STEP) * threshold)
-    found: list[Tensor] = []
-    above, finite = 0, True
-    for start, stop in _blocks(x):
-        magnitude = x[start:stop].abs()
-        found.append(torch.nonzero(~(magnitude < threshold)).flatten() + start)
-        above += int((magnitude >= higher).sum())
-        finite = finite and bool(torch.isfinite(magnitude).all())
+    found = [_nonzero(~(x[start:stop].abs() < threshold)) + start for start, stop in _blocks(x)]
     indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
-    count = indices.numel()
-    indices = indices[:capacity]
-    return Picked(indices.to(index_dtype(x.numel())), x[indices], count, above, finite)
+    values = x[indices]  # whatever is not finite is among them
+    above, finite = int((values.abs() >= higher).sum()), bool(values.isfinite().all())
+    count, kept = indices.numel(), indices[:capacity]
+    return Picked(kept.to(index_dtype(x.numel())), values[:capacity], count, above, finite)
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    if mask.is_cpu:  # several times faster than torch's
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return torch.nonzero(mask).flatten()
 
 
 def first_equal(x: Tensor, magnitude: float, limit: int) -> Tensor:
@@ -61,7 +63,7 @@ def first_equal(x: Tensor, magnitude: float, limit: int) -> Tensor:
     for start, stop in _blocks(x):
         if limit <= 0:
             break
-        hits = torch.nonzero(x[start:stop].abs() == magnitude).flatten()[:limit] + start
+        hits = _nonzero(x[start:stop].abs() == magnitude)[:limit] + start
         limit -= hits.numel()
         found.append(hits)
     indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
@@ -133,7 +135,7 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
         touched[index] = True
     if region is None or touched is None:
         raise ValueError("union_sum needs at least one part")
-    union = torch.nonzero(touched).flatten()
+    union = _nonzero(touched)
     return (union + base).to(dtype), region[union]
 
 
@@ -142,4 +144,4 @@ def common(a: Tensor, b: Tensor) -> Tensor:
     if b.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=a.device)
     position = torch.searchsorted(b, a).clamp_(max=b.numel() - 1)
-    return torch.nonzero(b[position] == a).flatten()
+    return _nonzero(b[position] == a)
