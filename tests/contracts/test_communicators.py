@@ -27,7 +27,7 @@ from torch import Tensor
 from oktopk import Aborted, CommError, CommTimeout, Communicator, Metered, OkTopkError, run_threads
 from oktopk.comm import Operation, agree, alone, pack, packed_bytes, unpack
 
-TIMEOUT = 10.0
+TIMEOUT = 15.0
 
 
 def letter(size: int, *names: int) -> Tensor:
@@ -392,7 +392,9 @@ def wait_in_vain(comm: Communicator, name: str) -> tuple[Exception | None, float
 
 
 def silent_rank_zero(connect: Callable[..., Communicator], done: Path, options: dict[str, Any]) -> dict[str, Any]:
-    comms = {name: connect(timeout=SHORT, **options) for name in SILENCED}
+    comms = {name: connect(timeout=60.0, **options) for name in SILENCED}
+    for comm in comms.values():
+        comm.timeout = SHORT
     rank, world = comms["recv"].rank, comms["recv"].world
     waited = {name: wait_in_vain(comm, name) for name, comm in comms.items() if rank}
     (done / str(rank)).touch()

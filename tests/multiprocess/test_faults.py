@@ -26,8 +26,9 @@ OPERATIONS: dict[str, Callable[[Communicator], object]] = {
 
 def again_and_again(connect: Callable[..., Communicator], name: str, markers: Path) -> None:
     """Work until something happens. A marker says that a rank is in the middle of it."""
-    OPERATIONS[name](connect(timeout=60.0))  # compiles the kernels
-    comm, end = connect(timeout=TIMEOUT), time.monotonic() + 60
+    comm = connect(timeout=60.0)
+    OPERATIONS[name](comm)  # compiles the kernels
+    comm.timeout, end = TIMEOUT, time.monotonic() + 60
     while time.monotonic() < end:
         OPERATIONS[name](comm)
         (markers / str(comm.rank)).touch()
