@@ -272,7 +272,7 @@ CONTRACTS: dict[str, Callable[[Communicator], None]] = {
 }
 
 
-PROCESS_WORLDS = [(transport, size) for transport in ("gloo", "gloo-exact", "mpi") for size in worlds.SIZES]
+PROCESS_WORLDS = [(transport, size) for transport in ("gloo", "gloo-companion", "mpi") for size in worlds.SIZES]
 PROCESS_WORLDS += [("gloo-metered", 3), ("mpi-metered", 3)]  # the meter does not care for what is below it
 
 
@@ -300,7 +300,7 @@ def keep_journal(directory: Path, transport: str, connect: Callable[..., Communi
 def gloo_contracts(connect: Callable[..., Communicator], directory: Path) -> None:
     keep_journal(directory, "gloo", connect)
     keep_journal(directory, "gloo-metered", connect)
-    keep_journal(directory, "gloo-exact", connect, exact_receives=True)
+    keep_journal(directory, "gloo-companion", connect, companion=True)
 
 
 MPI_ROUNDS = ((8,), (7, 1), (5, 3), (4, 2))
@@ -421,7 +421,7 @@ def test_a_silent_rank_is_a_timeout_on_threads(name: str) -> None:
 
 SILENT_WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gloo": ("gloo", {}),
-    "gloo-exact": ("gloo", {"exact_receives": True}),
+    "gloo-companion": ("gloo", {"companion": True}),
     "mpi": ("mpi", {}),
 }
 

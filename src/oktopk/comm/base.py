@@ -98,9 +98,6 @@ def _take_apart(message: Tensor, count: int, peer: int, operation: Operation) ->
 class Communicator(ABC):
     """One rank's connection to the others. Every operation is collective, blocking, and bounded by `timeout`."""
 
-    announcement_bytes = 0
-    """What the transport itself sends ahead of each message; the meter counts it as control."""
-
     def __init__(self, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.rank = rank
         self.world = world

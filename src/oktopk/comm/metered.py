@@ -54,7 +54,6 @@ class Metered(Communicator):
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.world, inner.timeout)
         self.inner = inner
-        self.announcement_bytes = inner.announcement_bytes
         self.traffic: dict[Operation, Traffic] = {}
 
     def take(self) -> dict[Operation, Traffic]:
@@ -76,8 +75,6 @@ class Metered(Communicator):
         pending = self.inner.post_send(message, peer, operation)
         sizes = {max(size, 1).bit_length() - 1: 1}
         self._add(operation, Traffic(sent_bytes=size, sent_messages=1, sizes=sizes))
-        if ahead := self.inner.announcement_bytes:
-            self._add(_announcing(operation), Traffic(sent_bytes=ahead, sent_messages=1))
         return pending
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> Pending:
@@ -115,11 +112,4 @@ class _CountedReceive:
     def wait(self, deadline: float) -> Tensor:
         message = self.pending.wait(deadline)
         self.meter._add(self.operation, Traffic(received_bytes=message.numel(), received_messages=1))
-        if ahead := self.meter.inner.announcement_bytes:
-            announced = Traffic(received_bytes=ahead, received_messages=1)
-            self.meter._add(_announcing(self.operation), announced)
         return message
-
-
-def _announcing(operation: Operation) -> Operation:
-    return Operation(operation.name, f"{operation.phase}: lengths", control=True)

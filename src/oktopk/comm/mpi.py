@@ -20,20 +20,22 @@ _LONGEST_SLEEP = 0.001
 
 
 class _Request:
-    """A non-blocking MPI operation; the buffer lives as long as the request may write to it."""
+    """A non-blocking MPI operation on a buffer."""
 
-    def __init__(self, comm: MPICommunicator, request: Any, buffer: Tensor, who: str, operation: Operation):
-        self.comm, self.request, self.buffer, self.who, self.operation = comm, request, buffer, who, operation
+    def __init__(self, comm: MPICommunicator, request: Any, buffer: Tensor, what: str) -> None:
+        self.comm, self.request, self.buffer, self.what = comm, request, buffer, what
 
     def wait(self, deadline: float) -> Tensor:
-        self.comm.poll(self.request, deadline, self.buffer, f"{self.operation}: no answer from {self.who}")
+        self.comm.poll(self.request, deadline, self.what)
         return self.buffer
 
 
 class _Receive(_Request):
-    def __init__(self, comm: MPICommunicator, request: Any, buffer: Tensor, peer: int, operation: Operation):
-        super().__init__(comm, request, buffer, f"rank {peer}", operation)
-        self.peer = peer
+    def __init__(
+        self, comm: MPICommunicator, request: Any, buffer: Tensor, peer: int, operation: Operation, what: str
+    ) -> None:
+        super().__init__(comm, request, buffer, what)
+        self.peer, self.operation = peer, operation
 
     def wait(self, deadline: float) -> Tensor:
         return trim(super().wait(deadline), self.peer, self.operation)
@@ -54,16 +56,18 @@ class MPICommunicator(Communicator):
         base = MPI.COMM_WORLD if comm is None else comm
         super().__init__(base.Get_rank(), base.Get_size(), timeout)
         self._mpi = MPI
-        self._lost: list[tuple[Any, Tensor]] = []
+        self._lost = False
+        self._under_way: dict[int, tuple[Any, object]] = {}
+        """Requests by id, each with the buffer that MPI may still read or write."""
         request: Any
         self._comm: Any
         self._comm, request = base.Idup()
-        self.poll(request, self._deadline(), torch.empty(0), "setting up: no answer from the other ranks")
+        self.poll(request, self._deadline(), "setting up: no answer from the other ranks")
 
-    def poll(self, request: Any, deadline: float, buffer: Tensor, what: str) -> None:
+    def poll(self, request: Any, deadline: float, what: str) -> None:
         """Test until done. Spin a little first; then sleep, because ranks may share cores."""
         spins, pause = 0, 0.00002
-        while not self._test(request, what):
+        while not self._call(request.Test, what=what):
             spins += 1
             if spins < _SPINS:
                 time.sleep(0)
@@ -71,35 +75,47 @@ class MPICommunicator(Communicator):
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_SLEEP)
             if time.monotonic() > deadline:
-                self._give_up(request, buffer)
+                self._give_up()
                 raise CommTimeout(f"{what} within {self.timeout:g} s")
+        self._under_way.pop(id(request), None)
 
-    def _test(self, request: Any, what: str) -> bool:
+    def _call(self, function: Any, *arguments: Any, what: str, **options: Any) -> Any:
         try:
-            return bool(request.Test())
+            return function(*arguments, **options)
         except self._mpi.Exception as error:
             raise CommError(f"{what}: {error}") from error
 
-    def _give_up(self, request: Any, buffer: Tensor) -> None:
+    def _give_up(self) -> None:
+        """MPI_Finalize would wait for ever: abort at exit instead, and keep all buffers until then."""
         if not self._lost:
-            atexit.register(self._mpi.COMM_WORLD.Abort, 1)
-        self._lost.append((request, buffer))  # MPI may still write to it
+            self._lost = True
+            atexit.register(self._abort)
+
+    def _abort(self) -> None:
+        self._mpi.COMM_WORLD.Abort(1)
+
+    def _keep(self, request: Any, buffer: object) -> Any:
+        self._under_way[id(request)] = request, buffer
+        return request
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Request:
-        request = self._comm.Isend(message.numpy(), dest=peer)
-        return _Request(self, request, message, f"rank {peer}", operation)
+        what = f"{operation}: no answer from rank {peer}"
+        request = self._keep(self._call(self._comm.Isend, message.numpy(), dest=peer, what=what), message)
+        return _Request(self, request, message, what)
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Receive:
+        what = f"{operation}: no answer from rank {peer}"
         buffer = torch.empty(capacity, dtype=torch.uint8)
-        return _Receive(self, self._comm.Irecv(buffer.numpy(), source=peer), buffer, peer, operation)
+        request = self._keep(self._call(self._comm.Irecv, buffer.numpy(), source=peer, what=what), buffer)
+        return _Receive(self, request, buffer, peer, operation, what)
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
-        operation = Operation("all_reduce", phase, control)
+        what = f"{Operation('all_reduce', phase, control)}: no answer from the other ranks"
         # MPI has no half precision; sum in single.
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         buffer = wide.cpu().contiguous()
-        request = self._comm.Iallreduce(self._mpi.IN_PLACE, buffer.numpy())
-        _Request(self, request, buffer, "the other ranks", operation).wait(self._deadline())
+        request = self._call(self._comm.Iallreduce, self._mpi.IN_PLACE, buffer.numpy(), what=what)
+        _Request(self, self._keep(request, buffer), buffer, what).wait(self._deadline())
         if buffer is not x:
             x.copy_(buffer)
 
