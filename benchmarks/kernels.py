@@ -6,6 +6,7 @@ take turns, so that what disturbs the machine disturbs all of them.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from common import arguments, side_by_side, table, write_json
 
@@ -37,8 +38,10 @@ def measure(size: int, density: float, threads: int, repeats: int) -> tuple[list
     capacity = int(1.25 * k)
 
     def reset() -> None:
-        grad.copy_(source)
-        residual.zero_()
+        # By NumPy: after an operation of several threads, torch's OpenMP threads spin for a while on the cores
+        # that the contender is to run on.
+        np.copyto(grad.numpy(), source.numpy())
+        residual.numpy().fill(0)
 
     small = torch.zeros(size)
     picked = kernels.select(source, threshold, capacity)

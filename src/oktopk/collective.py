@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .algorithms import Algorithm, find_algorithm
+from .accumulator import Accumulator
+from .algorithms import Algorithm, Reduction, find_algorithm
 from .channel import Channel
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
 from .reducer import reduce_step
-from .selection import Accumulator, target_count
+from .selection import target_count
 from .wire import VALUE_CODES
 
 
@@ -75,25 +77,22 @@ def sparse_allreduce(
     [[0.0, 6.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]]
     """
     meter = Metered(default_communicator() if comm is None else comm)
-    problem = _problem(tensor, density, algorithm, residual, values, indices, out)
-    followed = f"{type(state).__name__} {getattr(state, 'steps', '')}"
-    agree(
-        meter,
-        {
-            "tensor size": tensor.numel() if isinstance(tensor, Tensor) else 0,
-            "density": density,
-            "algorithm": repr(algorithm),
-            "values": values,
-            "indices": indices,
-            "residual": "none" if residual is None else "given",
-            "state": followed.strip(),
-            "step": step,
-        },
-        problem,
-    )
+    problem = _problem(tensor, density, algorithm, residual, values, indices, out, state, step)
+    dtype, size = (tensor.dtype, tensor.numel()) if isinstance(tensor, Tensor) else (None, None)
+    terms = {
+        "tensor size": size,
+        "dtype": dtype,
+        "density": density,
+        "algorithm": repr(algorithm),
+        "values": values,
+        "indices": indices,
+        "residual": "none" if residual is None else "given",
+        "state": getattr(state, "shared", type(state).__name__),
+        "step": step,
+    }
+    agree(meter, terms, problem)
     chosen = find_algorithm(algorithm)
-    work = _work_buffer(tensor, out)
-    acc = Accumulator(work, None if residual is None else residual.view(-1))
+    acc = Accumulator(_work_buffer(tensor, out), None if residual is None else residual.view(-1))
     k = target_count(acc.size, density)
     channel = Channel(
         meter,
@@ -101,12 +100,37 @@ def sparse_allreduce(
         step=step,
         values=VALUE_CODES[values],
         raw_indices=indices == "raw",
-        device=work.device,
+        device=acc.work.device,
     )
     reduction, found = reduce_step(chosen, channel, acc, k, state)
-    info = Info(
+    mean = _returned(acc, tensor, meter)
+    return mean if out is None else out.copy_(mean), _info(chosen, acc.size, k, reduction, found, meter)
+
+
+def _work_buffer(tensor: Tensor, out: Tensor | None) -> Tensor:
+    """The tensor in float32, in memory that may be overwritten: that of `out` if it will do."""
+    if out is None or out.dtype != torch.float32 or not out.is_contiguous():
+        return tensor.detach().to(torch.float32, copy=True).contiguous().view(-1)
+    if out is not tensor:
+        out.copy_(tensor)
+    return out.detach().view(-1)
+
+
+def _returned(acc: Accumulator, tensor: Tensor, comm: Communicator) -> Tensor:
+    """The mean in the tensor's type and shape, never infinite; what the type cannot hold stays with rank 0."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return acc.work.view(tensor.shape).to(tensor.dtype)
+    largest = torch.finfo(tensor.dtype).max
+    mean = acc.work.clamp(-largest, largest).to(tensor.dtype)
+    if acc.residual is not None and comm.rank == 0:
+        acc.residual.add_(acc.work - mean.float(), alpha=comm.world)
+    return mean.view(tensor.shape)
+
+
+def _info(chosen: Algorithm, size: int, k: int, reduction: Reduction, found: int, meter: Metered) -> Info:
+    return Info(
         algorithm=chosen.name,
-        size=acc.size,
+        size=size,
         target=k,
         local_count=reduction.local_count,
         result_count=found,
@@ -120,17 +144,6 @@ def sparse_allreduce(
         control=meter.control(),
         state=reduction.state,
     )
-    mean = work.view(tensor.shape).to(tensor.dtype)
-    return mean if out is None else out.copy_(mean), info
-
-
-def _work_buffer(tensor: Tensor, out: Tensor | None) -> Tensor:
-    """The tensor in float32, in memory that may be overwritten: that of `out` if it will do."""
-    if out is None or out.dtype != torch.float32 or not out.is_contiguous():
-        return tensor.detach().to(torch.float32, copy=True).contiguous().view(-1)
-    if out is not tensor:
-        out.copy_(tensor)
-    return out.detach().view(-1)
 
 
 def _problem(
@@ -141,6 +154,8 @@ def _problem(
     values: str,
     indices: str,
     out: Tensor | None,
+    state: object,
+    step: int,
 ) -> str | None:
     """What is wrong with the arguments, and what to do about it."""
     if not isinstance(tensor, Tensor):
@@ -149,27 +164,42 @@ def _problem(
         return f"tensor must be dense, got layout {tensor.layout}: call to_dense() on it first"
     if not tensor.is_floating_point():
         return f"tensor must be of a floating type, got {tensor.dtype}: convert it first"
-    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 < density <= 1:
+    if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
         return f"density must be in (0, 1], got {density}"
     if not isinstance(values, str) or values not in VALUE_CODES:
         return f"unknown value format {values!r}: choose one of {', '.join(VALUE_CODES)}"
     if indices not in ("coded", "raw"):
         return f"unknown index format {indices!r}: choose coded or raw"
-    for name, given in (("out", out), ("residual", residual)):
-        if given is not None and not isinstance(given, Tensor):
-            return f"{name} must be a torch.Tensor, got {type(given).__name__}"
-    if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype):
-        return f"out must be {tensor.dtype} of shape {tuple(tensor.shape)}, got {out.dtype} {tuple(out.shape)}"
-    if residual is not None:
-        if residual.dtype != torch.float32 or residual.numel() != tensor.numel():
-            return (
-                f"residual must be float32 with {tensor.numel()} entries like the tensor, "
-                f"got {residual.dtype} with {residual.numel()}"
-            )
-        if not residual.is_contiguous() or residual.device != tensor.device:
-            return "residual must be contiguous and on the device of the tensor"
+    if not isinstance(step, int) or step < 0:
+        return f"step must be a number from 0 on, got {step!r}"
     try:
-        find_algorithm(algorithm)
+        chosen = find_algorithm(algorithm)
     except ValueError as error:
         return str(error)
+    if state is not None and (problem := chosen.state_problem(state, tensor.numel())):
+        return problem
+    return _memory_problem(tensor, residual, out)
+
+
+def _memory_problem(tensor: Tensor, residual: Tensor | None, out: Tensor | None) -> str | None:
+    for name, given in (("out", out), ("residual", residual)):
+        if given is None:
+            continue
+        if not isinstance(given, Tensor):
+            return f"{name} must be a torch.Tensor, got {type(given).__name__}"
+        if given.layout is not torch.strided or given.device != tensor.device:
+            return f"{name} must be dense and on the device of the tensor"
+    if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype):
+        return f"out must be {tensor.dtype} of shape {tuple(tensor.shape)}, got {out.dtype} {tuple(out.shape)}"
+    if residual is None:
+        return None
+    if residual.dtype != torch.float32 or residual.numel() != tensor.numel():
+        return (
+            f"residual must be float32 with {tensor.numel()} entries like the tensor, "
+            f"got {residual.dtype} with {residual.numel()}"
+        )
+    if not residual.is_contiguous():
+        return "residual must be contiguous"
+    if tensor.numel() and residual.data_ptr() in (tensor.data_ptr(), 0 if out is None else out.data_ptr()):
+        return "residual must have memory of its own"
     return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from .accumulator import Accumulator
 from .algorithms import Algorithm, Reduction
 from .channel import Channel
-from .selection import Accumulator
 
 
 def reduce_step(
@@ -20,7 +20,11 @@ def reduce_step(
     """
     if acc.size == 0:
         return Reduction(state=state), 0
-    reduction = algorithm.reduce(channel, acc, k, state)
+    try:
+        reduction = algorithm.reduce(channel, acc, k, state)
+    except BaseException:
+        acc.roll_back()  # nothing has been applied: the gradient must not count twice when the step is repeated
+        raise
     if reduction.skipped:
         acc.roll_back()
         return replace(reduction, state=state), 0

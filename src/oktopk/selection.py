@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import NormalDist
 
 import torch
-from torch import Tensor
 
-from .kernels import SLOPE_STEP, SMALLEST, Picked, backend, bin_edge, bin_of
+from .accumulator import Accumulator
+from .kernels import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of
 from .sparse import SparseVector
 
 LOW, HIGH = 0.8, 1.25
@@ -33,66 +33,6 @@ def hard_cap(k: int) -> int:
     return max(k, math.floor(HIGH * k))
 
 
-class Accumulator:
-    """acc = residual + gradient, formed in the residual's memory by the first pass that looks at it.
-
-    Until the step is agreed on, `work` (which came in as the gradient) keeps the old residual, so that a step
-    can be taken back to the bit; afterwards it holds the result. Without a residual, acc is the gradient.
-    """
-
-    def __init__(self, work: Tensor, residual: Tensor | None) -> None:
-        self.work = work
-        self.residual = residual
-        self.kernels = backend(work)
-        self._absorbed = residual is None
-
-    @property
-    def size(self) -> int:
-        return self.work.numel()
-
-    @property
-    def values(self) -> Tensor:
-        """acc itself, after the first pass."""
-        if not self._absorbed:
-            self.select(math.inf, 0)
-        return self.work if self.residual is None else self.residual
-
-    def select(self, threshold: float, capacity: int) -> Picked:
-        """Entries with |acc| >= threshold. The first call adds the gradient in the same pass over memory."""
-        if self._absorbed or self.residual is None:
-            return self.kernels.select(self.values, threshold, capacity)
-        self._absorbed = True
-        return self.kernels.accumulate_select(self.residual, self.work, threshold, capacity, keep_old=True)
-
-    def vector(self, picked: Picked) -> SparseVector:
-        return SparseVector(picked.indices, picked.values, self.size)
-
-    def release(self, leaving: Iterable[SparseVector]) -> None:
-        """Take from the residual what has left this rank."""
-        if self.residual is not None:
-            for part in leaving:
-                self.kernels.scatter_add_(self.residual, part.indices, -part.values)
-
-    def finish(self, parts: Iterable[SparseVector], world: int) -> int:
-        """Put the sum of the parts over the number of ranks into `work`; returns the number of non-zeros."""
-        self.work.zero_()
-        return sum(self.kernels.scatter_add_(self.work, p.indices, p.values / world) for p in parts)
-
-    def finish_dense(self, mean: Tensor) -> int:
-        """Everything went out: the result is `mean` and nothing is left behind."""
-        if mean is not self.work:
-            self.work.copy_(mean)
-        if self.residual is not None:
-            self.residual.zero_()
-        return int(torch.count_nonzero(self.work))
-
-    def roll_back(self) -> None:
-        """As if the step had not been: the old residual, and a result of zeros."""
-        if self.residual is not None and self._absorbed:
-            self.residual.copy_(self.work)
-        self.work.zero_()
-
-
 @dataclass(frozen=True)
 class Chosen:
     """The outcome of a local selection; when not finite, nothing may be sent and nothing kept."""
@@ -100,6 +40,8 @@ class Chosen:
     vector: SparseVector
     threshold: float
     finite: bool = True
+    exact: bool = False
+    """The threshold was evaluated over all entries: these are the top k."""
 
 
 def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
@@ -110,15 +52,14 @@ def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
     if not picked.finite:
         return Chosen(SparseVector.empty(acc.size, acc.work.device), 0.0, finite=False)
     if k == acc.size:
-        return Chosen(acc.vector(acc.select(0.0, k)), 0.0)
+        return Chosen(acc.vector(acc.select(0.0, k)), 0.0, exact=True)
     if picked.complete and picked.count >= k:
         top, _ = acc.vector(picked).largest(k)
-        return Chosen(top, float(top.values.abs().min()))
+        return Chosen(top, float(top.values.abs().min()), exact=True)
     threshold = max(SMALLEST, acc.kernels.kth_magnitude(acc.values, k))
     picked = acc.select(threshold, k)
-    if picked.count > k:
-        return Chosen(_cut_ties(acc, k, threshold), threshold)
-    return Chosen(acc.vector(picked), threshold)
+    vector = acc.vector(picked) if picked.complete else _cut_ties(acc, k, threshold)
+    return Chosen(vector, threshold, exact=True)
 
 
 def _cut_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
@@ -186,8 +127,8 @@ class TrackedSelection:
 
     exact_every: int
 
-    def select(self, acc: Accumulator, k: int, tracker: Tracker | None) -> tuple[Chosen, Tracker, bool]:
-        """(what was chosen, the tracker for the next step, whether the threshold was evaluated exactly)"""
+    def select(self, acc: Accumulator, k: int, tracker: Tracker | None) -> tuple[Chosen, Tracker]:
+        """What was chosen, and the tracker for the next step."""
         due = tracker is None or tracker.age + 1 >= self.exact_every or k == acc.size
         low = math.inf if tracker is None else max(SMALLEST, tracker.threshold_for(MARGIN * k))
         picked = acc.select(low, 2 * k)
@@ -196,9 +137,9 @@ class TrackedSelection:
             threshold = self._refine(acc, picked, low, k)
             vector = acc.vector(picked).at_least(threshold)
             if in_band(len(vector), k):
-                return Chosen(vector, threshold), tracker.after(threshold, len(vector), exact=False), False
+                return Chosen(vector, threshold), tracker.after(threshold, len(vector), exact=False)
         chosen = exact_top_k(acc, k, picked)
-        return chosen, tracker.after(chosen.threshold, len(chosen.vector), exact=True), True
+        return chosen, tracker.after(chosen.threshold, len(chosen.vector), exact=True)
 
     @staticmethod
     def _refine(acc: Accumulator, picked: Picked, low: float, k: int) -> float:

@@ -77,6 +77,11 @@ def capacity(count: int, span: int, values: ValueCode) -> int:
     return HEADER_BYTES + padded((4 if span < 2**31 else 8) * count) + padded(values.width * count)
 
 
+def region_capacity(span: int, values: ValueCode) -> int:
+    """The same for a region that is written whole as soon as half of it is there."""
+    return max(capacity((span + 1) // 2, span, values), HEADER_BYTES + padded(values.width * span))
+
+
 def best_index_code(indices: Array, start: int, span: int, raw: bool = False) -> tuple[IndexCode, int, int]:
     """(code, its size in bytes, Elias-Fano low bits): the cheapest in bytes and time together."""
     count = indices.size

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from laws.harness import Outcome, Steps, assert_laws, heavy_tailed, run
 from torch import Tensor
 
@@ -96,10 +95,13 @@ def test_topkdsa_gathers_every_sum(world: int) -> None:
     for step in raw("topkdsa", world):
         for outcome in step:
             sent = words(outcome, vectors)
-            assert sent <= (2 * K + SIZE) * (world - 1) / world + 2 * K + slack(outcome, vectors)
+            most = 2 * outcome.info.local_count + SIZE * (world - 1) / world  # all of it to others, then dense
+            assert sent <= most + slack(outcome, vectors)
             assert outcome.info.payload.sent_messages == world - 1 + rounds(world)
         mean = sum(words(outcome, vectors) for outcome in step) / world
-        assert mean >= 4 * K * (world - 1) / world
+        assert (
+            4 * K * (world - 1) / world <= mean <= (2 * K + SIZE) * (world - 1) / world + slack(step[0], vectors)
+        )
         assert outcome.info.result_count > 1.5 * K  # not cut to k
 
 
@@ -153,7 +155,11 @@ def test_oktopk_keeps_its_bound_on_every_step(algorithm: OkTopk, world: int) -> 
             assert outcome.info.payload.sent_messages == world - 1 + rounds(world) + balanced
             means.append(words(outcome, vectors))
     assert sum(means) / len(means) <= 6 * K * (world - 1) / world
-    assert {outcome.info.exact for step in steps for outcome in step} >= {True}
+    if algorithm.tau_prime > 1:
+        assert {o.info.exact for step in steps for o in step} == {
+            o.info.global_exact for step in steps for o in step
+        }
+        assert {o.info.exact for step in steps for o in step} == {True, False}
 
 
 def skewed(rank: int, step: int) -> Tensor:
@@ -182,18 +188,27 @@ def test_oktopk_balances_before_it_gathers(world: int, values: str) -> None:
 
 
 def test_oktopk_does_not_grow_with_the_number_of_ranks() -> None:
-    """Words over k(P-1)/P stay within 10 % from 2 to 16 ranks; TopkA's grow with P."""
+    """Words over k(P-1)/P stay within 10 % from 2 to 32 ranks; TopkA's grow with P."""
     ratio = {}
     for algorithm in ("oktopk", "topka"):
-        for world in (2, 4, 8, 16):
+        for world in (2, 4, 8, 16, 32):
             steps = raw(algorithm, world, 4)
             vectors = (2 if algorithm == "oktopk" else 1) * (world - 1)
             mean = sum(words(o, vectors) for step in steps for o in step) / (len(steps) * world)
             ratio[algorithm, world] = mean / (K * (world - 1) / world)
-    flat = [ratio["oktopk", world] for world in (2, 4, 8, 16)]
+    flat = [ratio["oktopk", world] for world in (2, 4, 8, 16, 32)]
     assert max(flat) / min(flat) < 1.1
     assert max(flat) <= 6
-    assert ratio["topka", 16] / ratio["topka", 2] == pytest.approx(8, rel=0.02)
+    assert ratio["topka", 32] / ratio["topka", 2] == pytest.approx(16, rel=0.02)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in oktopk.ALGORITHMS if name != "dense"])
+def test_what_a_rank_selects_stays_in_the_band(algorithm: str) -> None:
+    """Also while residuals grow: the density a rank sends is the one that was asked for."""
+    low, high = oktopk.ALGORITHMS[algorithm].band
+    for step in raw(algorithm, 3, steps=30):
+        for outcome in step:
+            assert low * K <= outcome.info.local_count <= high * K
 
 
 def test_control_bytes_are_counted_apart() -> None:
@@ -214,6 +229,5 @@ def test_no_algorithm_is_another_one_with_a_different_name() -> None:
         (step,) = raw(algorithm, 5, 1)
         traffic = step[1].info.traffic
         payload = {(o.name, o.phase): t.sent_bytes for o, t in traffic.items() if not o.control}
-        seen.add((tuple(sorted(payload.items())), float(step[0].mean.abs().sum())))
+        seen.add(tuple(sorted(payload.items())))
     assert len(seen) == len(oktopk.ALGORITHMS)
-    assert torch.get_num_threads() == 1

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import oktopk
 
+SHARED = torch.ones(100)
 GOOD: dict[str, Any] = {"tensor": torch.ones(100), "density": 0.1, "algorithm": "oktopk"}
 BAD = {
     "density 0": ({"density": 0}, r"density must be in \(0, 1\], got 0"),
@@ -27,6 +30,11 @@ BAD = {
     "residual too short": ({"residual": torch.zeros(99)}, "residual must be float32 with 100 entries"),
     "residual in half": ({"residual": torch.zeros(100).half()}, "residual must be float32"),
     "residual strided": ({"residual": torch.zeros(200)[::2]}, "residual must be contiguous"),
+    "density of NumPy": ({"density": np.float32(2.0)}, "density must be in"),
+    "step below 0": ({"step": -1}, "step must be a number from 0 on, got -1"),
+    "a state of another algorithm": ({"state": 0.5}, "state must come from an earlier call"),
+    "out in sparse layout": ({"out": torch.zeros(100).to_sparse()}, "out must be dense"),
+    "residual in the tensor": ({"tensor": SHARED, "residual": SHARED}, "residual must have memory of its own"),
     "out of another shape": ({"out": torch.zeros(10, 10)}, "out must be"),
 }
 
@@ -67,6 +75,7 @@ def test_bad_input_on_one_rank_is_an_error_on_every_rank(case: str) -> None:
         ({"indices": "raw"}, "indices"),
         ({"residual": torch.zeros(100)}, "residual"),
         ({"step": 7}, "step"),
+        ({"tensor": torch.ones(100).half()}, "dtype"),
     ],
 )
 def test_ranks_that_disagree_hear_about_it(different: dict[str, Any], name: str) -> None:
@@ -76,6 +85,24 @@ def test_ranks_that_disagree_hear_about_it(different: dict[str, Any], name: str)
 
     for error in oktopk.run_threads(3, rank, timeout=20):
         assert error.startswith(f"ranks disagree on {name}: rank ")
+
+
+def test_a_state_of_another_tensor_is_refused() -> None:
+    _, info = oktopk.sparse_allreduce(torch.ones(100), 0.1)
+    with pytest.raises(ValueError, match="state belongs to a tensor of 100 entries, this one has 1000"):
+        oktopk.sparse_allreduce(torch.ones(1000), 0.1, state=info.state)
+
+
+def test_states_that_differ_are_told_apart() -> None:
+    """Ranks that follow different thresholds or regions would drift apart."""
+
+    def rank(comm: oktopk.Communicator) -> str:
+        _, info = oktopk.sparse_allreduce(torch.randn(100), 0.1, comm=comm)
+        state = info.state if comm.rank else replace(info.state, overall=replace(info.state.overall, age=3))
+        return outcome(lambda: oktopk.sparse_allreduce(torch.randn(100), 0.1, comm=comm, state=state))
+
+    for error in oktopk.run_threads(3, rank):
+        assert error.startswith("ranks disagree on state")
 
 
 def test_a_residual_of_the_tensors_shape_will_do() -> None:

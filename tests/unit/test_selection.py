@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from oktopk.accumulator import Accumulator
 from oktopk.kernels import SLOPE_STEP, SMALLEST, Backend, backend, reference
 from oktopk.selection import (
-    Accumulator,
     Chosen,
     TrackedSelection,
     Tracker,
@@ -294,9 +294,9 @@ class Following:
 
     def step(self, x: Tensor, residual: Tensor | None = None) -> SparseVector:
         acc = accumulator(x, self.kernels, residual)
-        chosen, self.tracker, exact = self.selection.select(acc, self.k, self.tracker)
-        self.exact.append(exact)
-        if exact:
+        chosen, self.tracker = self.selection.select(acc, self.k, self.tracker)
+        self.exact.append(chosen.exact)
+        if chosen.exact:
             assert_top_k(chosen, acc.values, self.k)
         else:
             assert (

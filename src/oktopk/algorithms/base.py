@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..accumulator import Accumulator
 from ..channel import Channel
-from ..selection import Accumulator
 from ..sparse import SparseVector, sum_in_region
 
 
@@ -51,6 +51,12 @@ class Algorithm(ABC):
         `state` is what the last reduction of this bucket returned, or None. A skipped step must leave it as it
         was. Nothing is written to acc: the caller releases and finishes.
         """
+
+    def state_problem(self, state: object, size: int) -> str | None:
+        """What is wrong with a state that was handed in for a tensor of this size."""
+        if isinstance(state, float):  # a last threshold: only tells where to look first
+            return None
+        return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"
 
 
 def skip(state: Any) -> Reduction:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..accumulator import Accumulator
 from ..channel import Channel
-from ..selection import Accumulator
 from .base import Algorithm, Reduction, skip
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..accumulator import Accumulator
 from ..channel import Channel
-from ..selection import Accumulator, select_gaussian
+from ..selection import select_gaussian
 from .base import Algorithm, Reduction
 from .topka import gather_all
 

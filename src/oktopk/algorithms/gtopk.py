@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..accumulator import Accumulator
 from ..channel import Channel
-from ..selection import Accumulator, select_exact
+from ..selection import select_exact
 from ..sparse import sum_in_region
 from .base import Algorithm, Reduction, rounding_error, skip
 
@@ -37,6 +38,8 @@ class GTopk(Algorithm):
             merged = sum_in_region([held, channel.recv(peer, k)], 0, acc.size, acc.size)
             channel.note(bool(merged.values.isfinite().all()))
             held, dropped = merged.largest(k)
+            back = acc.values[dropped.indices.long()] + dropped.values  # what the residual here would hold
+            channel.note(bool(back.isfinite().all()))
             leaving.append(dropped.with_values(-dropped.values))
         if parent is not None:
             leaving += rounding_error(held, channel.send(held, parent))
@@ -52,6 +55,7 @@ class GTopk(Algorithm):
             state=chosen.threshold,
             local_count=len(chosen.vector),
             threshold=chosen.threshold,
+            exact=True,
         )
 
 

@@ -14,7 +14,6 @@ S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning"
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -22,12 +21,21 @@ from typing import ClassVar
 import torch
 
 from .. import wire
+from ..accumulator import Accumulator
 from ..channel import Channel
 from ..comm import Communicator
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
-from ..selection import BINS, Accumulator, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
+from ..selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
 from ..sparse import SparseVector
 from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
+
+
+@dataclass(frozen=True)
+class GlobalThreshold:
+    """The last global threshold, and how many steps ago one was evaluated exactly."""
+
+    value: float
+    age: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,14 @@ class OkTopkTracking:
     """What Ok-Topk remembers of a bucket: both thresholds, and the regions."""
 
     local: Tracker | None = None
-    overall: Tracker | None = None
+    overall: GlobalThreshold | None = None
     edges: tuple[int, ...] = ()
     steps: int = 0
+
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """What must be the same on all ranks."""
+        return self.steps, self.overall, self.edges
 
 
 @dataclass(frozen=True)
@@ -46,8 +59,7 @@ class Overall:
 
     own: SparseVector
     sizes: list[int]
-    tracker: Tracker
-    exact: bool
+    threshold: GlobalThreshold
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class OkTopk(Algorithm):
     def reduce(self, channel: Channel, acc: Accumulator, k: int, state: OkTopkTracking | None) -> Reduction:
         """One step, in the order of the paper."""
         known = state or OkTopkTracking()
-        chosen, tracker, exact = TrackedSelection(self.tau_prime).select(acc, k, known.local)
+        chosen, tracker = TrackedSelection(self.tau_prime).select(acc, k, known.local)
         channel.note(chosen.finite)
 
         edges: Sequence[int] = known.edges
@@ -86,17 +98,24 @@ class OkTopk(Algorithm):
             parts=[winners],
             leaving=[sent.common(winners), *lost],
             state=replace(
-                known, local=tracker, overall=overall.tracker, edges=tuple(edges), steps=known.steps + 1
+                known, local=tracker, overall=overall.threshold, edges=tuple(edges), steps=known.steps + 1
             ),
             local_count=len(chosen.vector),
             threshold=chosen.threshold,
-            global_threshold=overall.tracker.threshold,
-            exact=exact,
-            global_exact=overall.exact,
+            global_threshold=overall.threshold.value,
+            exact=chosen.exact,
+            global_exact=overall.threshold.age == 0,
         )
 
+    def state_problem(self, state: object, size: int) -> str | None:
+        if not isinstance(state, OkTopkTracking):
+            return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"
+        if state.edges and state.edges[-1] != size:
+            return f"state belongs to a tensor of {state.edges[-1]} entries, this one has {size}"
+        return None
+
     def _select_overall(
-        self, channel: Channel, sums: SparseVector, k: int, tracker: Tracker | None
+        self, channel: Channel, sums: SparseVector, k: int, last: GlobalThreshold | None
     ) -> Overall | None:
         """Which sums survive: about k over all regions, by a threshold that all ranks share.
 
@@ -104,22 +123,20 @@ class OkTopk(Algorithm):
         everybody the threshold for this step, how many entries each owner keeps, and whether some sum is not
         finite: then the answer is None, on all ranks.
         """
-        due = tracker is None or tracker.age + 1 >= self.tau_prime or k == channel.size
-        first = 0 if tracker is None else max(1, bin_of(tracker.threshold) - BINS)
+        first = 0 if last is None else max(1, bin_of(last.value) - BINS)
         histogram = backend(sums.values).magnitude_histogram(sums.values, first, 2 * BINS)
-        reports = channel.comm.all_gather_ints(
-            [int(channel.nonfinite), *histogram], "counts", index_dtype(channel.size)
-        )
+        counts = [int(channel.nonfinite), *histogram]  # none is larger than an index
+        reports = channel.comm.all_gather_ints(counts, "counts", index_dtype(channel.size))
         if any(bad for bad, *_ in reports):
             return None
         best, count = nearest_edge([sum(column) for column in zip(*reports, strict=True)][1:], k)
-        tracker = tracker or Tracker(math.inf, 0)
-        if not due and 0 < best < 2 * BINS - 1 and in_band(count, k):
-            threshold = bin_edge(first + best)
+        due = last is None or last.age + 1 >= self.tau_prime or k == channel.size
+        if last is not None and not due and 0 < best < 2 * BINS - 1 and in_band(count, k):
+            threshold = GlobalThreshold(bin_edge(first + best), last.age + 1)
             sizes = [sum(report[1 + best :]) for report in reports]
-            return Overall(sums.at_least(threshold), sizes, tracker.after(threshold, count, exact=False), False)
-        threshold, own, sizes = exact_overall(channel.comm, sums, k)
-        return Overall(own, sizes, tracker.after(threshold, sum(sizes), exact=True), True)
+            return Overall(sums.at_least(threshold.value), sizes, threshold)
+        value, own, sizes = exact_overall(channel.comm, sums, k)
+        return Overall(own, sizes, GlobalThreshold(value))
 
     def _balance_and_gather(
         self, channel: Channel, overall: Overall, edges: Sequence[int]

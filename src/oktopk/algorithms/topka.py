@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from .. import wire
+from ..accumulator import Accumulator
 from ..channel import Channel
-from ..selection import Accumulator, Chosen, select_exact
+from ..selection import Chosen, select_exact
 from .base import Algorithm, Reduction, skip
+
+LARGEST = 0.999 * torch.finfo(torch.float32).max
+"""Where a mean of gathered values begins to be in danger of rounding to infinity."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,8 @@ def gather_all(channel: Channel, chosen: Chosen, limit: int, state: Any, next_st
     channel.note(chosen.finite)
     capacity = wire.capacity(limit, channel.size, channel.values)
     parts = channel.all_gather(chosen.vector, capacity)
+    largest_mean = sum(float(p.values.abs().max()) for p in parts if len(p)) / channel.world
+    channel.note(largest_mean < LARGEST)  # all ranks have the same parts and find the same
     if channel.nonfinite:
         return skip(state)
     own = parts[channel.rank]
@@ -40,4 +48,5 @@ def gather_all(channel: Channel, chosen: Chosen, limit: int, state: Any, next_st
         state=next_state,
         local_count=len(own),
         threshold=chosen.threshold,
+        exact=chosen.exact,
     )

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from .. import wire
+from ..accumulator import Accumulator
 from ..channel import Channel
 from ..kernels import index_dtype
-from ..selection import Accumulator, select_exact
+from ..selection import select_exact
 from ..sparse import SparseVector
 from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
 
@@ -36,8 +37,7 @@ class TopkDSA(Algorithm):
         start, stop = edges[channel.rank], edges[channel.rank + 1]
         if 2 * len(sums) >= stop - start:
             sums = _filled(sums, start, stop)
-        # Either a value for each entry of the region, or index and value for at most half of them.
-        capacity = wire.capacity(edges[1] - edges[0], edges[1] - edges[0], channel.values)
+        capacity = wire.region_capacity(edges[1] - edges[0], channel.values)
         parts = channel.all_gather(sums, capacity, edges)
         if channel.nonfinite:
             return skip(state)
@@ -47,6 +47,7 @@ class TopkDSA(Algorithm):
             state=chosen.threshold,
             local_count=len(chosen.vector),
             threshold=chosen.threshold,
+            exact=True,
         )
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ..errors import Aborted, CommTimeout
+from ..errors import Aborted, CommError, CommTimeout
 from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
 
 T = TypeVar("T")
@@ -91,7 +91,10 @@ class ThreadCommunicator(Communicator):
             x.copy_(self.take(0, deadline, operation))
             return
         for peer in range(1, self.world):
-            x += self.take(peer, deadline, operation)
+            theirs = self.take(peer, deadline, operation)
+            if theirs.shape != x.shape or theirs.dtype != x.dtype:
+                raise CommError(f"{operation}: rank {peer} has {tuple(theirs.shape)}, rank 0 {tuple(x.shape)}")
+            x += theirs
         for peer in range(1, self.world):
             self._put(x.clone(), peer)
 

@@ -7,10 +7,11 @@ from several threads at once.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,13 @@ def _select(x, grad, old, threshold, higher, base, indices, values):
     return count, above, finite
 
 
-@cache
+@lru_cache(maxsize=4)
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="oktopk-kernel")
+
+
+if hasattr(os, "register_at_fork"):  # a forked child has the pool, but not its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def _in_slices(n: int, run: Callable[[int, int], Any]) -> list[Any]:
@@ -145,7 +150,7 @@ def _gather_sample(x, starts, out):
             out[b * SAMPLE_BLOCK + j] = x[start + j]
 
 
-@cache
+@lru_cache(maxsize=8)
 def _positions(n: int) -> Any:
     return sample_positions(n)
 

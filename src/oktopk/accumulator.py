@@ -1,0 +1,72 @@
+"""The residual and the gradient of one bucket in one step, and how a step is taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .kernels import Picked, backend
+from .sparse import SparseVector
+
+
+class Accumulator:
+    """acc = residual + gradient, formed in the residual's memory by the first pass that looks at it.
+
+    Until the step is agreed on, `work` (which came in as the gradient) keeps the old residual, so that a step
+    can be taken back to the bit; afterwards it holds the result. Without a residual, acc is the gradient.
+    """
+
+    def __init__(self, work: Tensor, residual: Tensor | None) -> None:
+        self.work = work
+        self.residual = residual
+        self.kernels = backend(work)
+        self._absorbed = residual is None
+
+    @property
+    def size(self) -> int:
+        return self.work.numel()
+
+    @property
+    def values(self) -> Tensor:
+        """acc itself, after the first pass."""
+        if not self._absorbed:
+            self.select(math.inf, 0)
+        return self.work if self.residual is None else self.residual
+
+    def select(self, threshold: float, capacity: int) -> Picked:
+        """Entries with |acc| >= threshold. The first call adds the gradient in the same pass over memory."""
+        if self._absorbed or self.residual is None:
+            return self.kernels.select(self.values, threshold, capacity)
+        self._absorbed = True
+        return self.kernels.accumulate_select(self.residual, self.work, threshold, capacity, keep_old=True)
+
+    def vector(self, picked: Picked) -> SparseVector:
+        return SparseVector(picked.indices, picked.values, self.size)
+
+    def release(self, leaving: Iterable[SparseVector]) -> None:
+        """Take from the residual what has left this rank."""
+        if self.residual is not None:
+            for part in leaving:
+                self.kernels.scatter_add_(self.residual, part.indices, -part.values)
+
+    def finish(self, parts: Iterable[SparseVector], world: int) -> int:
+        """Put the sum of the parts over the number of ranks into `work`; returns the number of non-zeros."""
+        self.work.zero_()
+        return sum(self.kernels.scatter_add_(self.work, p.indices, p.values / world) for p in parts)
+
+    def finish_dense(self, mean: Tensor) -> int:
+        """Everything went out: the result is `mean` and nothing is left behind."""
+        if mean is not self.work:
+            self.work.copy_(mean)
+        if self.residual is not None:
+            self.residual.zero_()
+        return int(torch.count_nonzero(self.work))
+
+    def roll_back(self) -> None:
+        """As if the step had not been: the old residual, and a result of zeros."""
+        if self.residual is not None and self._absorbed:
+            self.residual.copy_(self.work)
+        self.work.zero_()
