@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import worlds
-from contracts.contracts import CONTRACTS
+from communicator_contracts import CONTRACTS
 
 from oktopk import Communicator, Metered, run_threads
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
-from contracts.contracts import CONTRACTS, assert_usable, letter
+from communicator_contracts import CONTRACTS, assert_usable, letter
 
 from oktopk import Aborted, CommError, CommTimeout, Communicator, OkTopkError, run_threads
 from oktopk.comm import alone, packed_bytes

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,11 +52,11 @@ class Pending(Protocol):
 
 def pack(payload: Tensor) -> Tensor:
     """Any 1-D tensor as a message."""
-    body = payload.contiguous().view(torch.uint8)
-    message = torch.empty(_LENGTH.size + body.numel(), dtype=torch.uint8)
-    _LENGTH.pack_into(message.numpy().data, 0, message.numel())
+    body = payload.contiguous().numpy().view(np.uint8)
+    message = np.empty(_LENGTH.size + body.size, np.uint8)
+    _LENGTH.pack_into(message.data, 0, message.size)
     message[_LENGTH.size :] = body
-    return message
+    return torch.from_numpy(message)
 
 
 def unpack(message: Tensor, dtype: torch.dtype) -> Tensor:
