@@ -47,7 +47,7 @@ class Channel:
     ) -> None:
         self.comm, self.size, self.step, self.bucket, self.values = comm, size, step, bucket, values
         self.raw_indices = raw_indices
-        self.device = device or torch.device("cpu")
+        self.device = None if device is None or device.type == "cpu" else device
         self.nonfinite = False
 
     @property

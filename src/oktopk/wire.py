@@ -42,7 +42,6 @@ _FRAME = struct.Struct("<QQ")
 _HEADER = struct.Struct("<4s4BQIIQQQQQfB3x")
 HEADER_BYTES = _FRAME.size + _HEADER.size
 _NONFINITE = 1
-_CPU = torch.device("cpu")
 
 VALUE_CODES = {code.name.lower(): code for code in ValueCode}
 _INDEX_CODES = frozenset(int(code) for code in IndexCode)
@@ -91,18 +90,22 @@ def best_index_code(indices: Array, start: int, span: int, raw: bool = False) ->
         return IndexCode.RAW64, 8 * count, 0
     if count == 0 or raw:
         return IndexCode.RAW32, 4 * count, 0
-    one, two = codes.escapes(indices, start)
     # The smallest Elias-Fano code has log2(span / count) low bits; whole bytes of them are faster.
     tightest = (span // count).bit_length() - 1
     aligned = 8 if tightest < 12 else 16
-    options = (
-        (4 * count, _TIME_RAW, IndexCode.RAW32, 0),
-        (2 * count + 4 * two, _TIME_DELTA16, IndexCode.DELTA16, 0),
-        (count + 4 * one, _TIME_DELTA8, IndexCode.DELTA8, 0),
-        (elias_fano_bytes(count, span, aligned), _TIME_ALIGNED, IndexCode.ELIAS_FANO, aligned),
-        (elias_fano_bytes(count, span, tightest), _TIME_PACKED, IndexCode.ELIAS_FANO, tightest),
-    )
-    size, _, code, low = min(options, key=lambda option: option[0] + option[1] * count)
+    best = 4 * count, (4 + _TIME_RAW) * count, IndexCode.RAW32, 0
+    for low, time in ((aligned, _TIME_ALIGNED), (tightest, _TIME_PACKED)):
+        size = elias_fano_bytes(count, span, low)
+        if size + time * count < best[1]:
+            best = size, size + time * count, IndexCode.ELIAS_FANO, low
+    one, two = codes.escapes(indices, start)
+    for size, time, code in (
+        (2 * count + 4 * two, _TIME_DELTA16, IndexCode.DELTA16),
+        (count + 4 * one, _TIME_DELTA8, IndexCode.DELTA8),
+    ):
+        if size + time * count < best[1]:
+            best = size, size + time * count, code, 0
+    size, _, code, low = best
     return code, size, low
 
 
@@ -126,10 +129,10 @@ def encode(
     _FRAME.pack_into(message.data, 0, length, _checksum(message))
     if decoded is floats:
         return torch.from_numpy(message), part.values
-    return torch.from_numpy(message), _tensor(decoded, part.values.device)
+    return torch.from_numpy(message), _tensor(decoded, None if part.values.is_cpu else part.values.device)
 
 
-def decode(message: Tensor, tag: Tag, device: torch.device = _CPU) -> Decoded:
+def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Decoded:
     """Check the message against what was expected and take it apart."""
     if message.numel() < HEADER_BYTES or message.numel() % 8:
         raise _refuse(tag, f"{message.numel()} bytes are not a message of at least {HEADER_BYTES}")
@@ -166,8 +169,8 @@ def _array(x: Tensor) -> Array:
     return x.numpy() if x.is_cpu else x.cpu().numpy()
 
 
-def _tensor(x: Array, device: torch.device) -> Tensor:
-    return torch.from_numpy(x) if device.type == "cpu" else torch.from_numpy(x).to(device)
+def _tensor(x: Array, device: torch.device | None) -> Tensor:
+    return torch.from_numpy(x) if device is None else torch.from_numpy(x).to(device)
 
 
 def _checksum(message: Array) -> int:

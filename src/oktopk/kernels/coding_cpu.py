@@ -261,7 +261,8 @@ def read_indices(stream, code, low, start, span, out):
 def _fp16_scale(values):
     largest = np.uint32(0)
     for j in range(values.size):
-        largest = max(largest, np.uint32(as_bits(values[j]) & 0x7FFFFFFF))
+        bits = np.uint32(as_bits(values[j]) & np.uint32(0x7FFFFFFF))
+        largest = bits if bits > largest else largest
     exponent = np.int64(largest >> 23) - 126 if largest else 0
     exponent = min(113, max(-126, exponent - 15))
     return as_float(np.uint32((exponent + 127) << 23))
