@@ -104,7 +104,9 @@ def sparse_allreduce(
     )
     reduction, found = reduce_step(chosen, channel, acc, k, state)
     mean = _returned(acc, tensor, meter)
-    return mean if out is None else out.copy_(mean), _info(chosen, acc.size, k, reduction, found, meter)
+    if out is not None:
+        mean = out if out.data_ptr() == mean.data_ptr() else out.copy_(mean)
+    return mean, _info(chosen, acc.size, k, reduction, found, meter)
 
 
 def _work_buffer(tensor: Tensor, out: Tensor | None) -> Tensor:
