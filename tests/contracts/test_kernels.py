@@ -1,12 +1,8 @@
-"""The compiled kernels are the reference kernels to the bit, for every input and any number of threads."""
+"""The compiled kernels equal the reference to the bit: selection and thresholds."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,82 +11,35 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
+from kernel_inputs import (
+    BIG,
+    INF,
+    LARGEST,
+    NAN,
+    SIZES,
+    SPECIAL,
+    any_bits,
+    assert_same_picked,
+    bits,
+    capacities,
+    normal,
+    normals,
+    same_float,
+    seeds,
+    sizes,
+    sparse_part,
+    special_vector,
+    spread,
+    sums,
+    thresholds,
+    vectors,
+)
 from torch import Tensor
 
-from oktopk.kernels import SLOPE_STEP, SMALLEST, Backend, Picked, bin_edge, bin_of, cpu, reference
-from oktopk.kernels.types import SAMPLE, SAMPLE_BLOCK, sample_positions
-
-SIZES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 97, 1009]
-BIG = 2 * SAMPLE + 33  # the smallest sizes that are sampled
-NAN, INF = math.nan, math.inf
-SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, SMALLEST, -SMALLEST, SMALLEST / 2, -1e-45, 3e38, -3e38, INF, -INF, NAN]
-LARGEST = float(np.finfo(np.float32).max)
-
-
-# --- inputs and comparisons ----------------------------------------------------------------------------------
-
-
-def bits(x: Tensor) -> list[int]:
-    return x.contiguous().view(torch.int32).tolist()
-
-
-def one_nan(x: Tensor) -> Tensor:
-    """As integers. Of two NaNs, the sum may be either, so all NaNs count as one."""
-    return torch.where(x.isnan(), NAN, x).view(torch.int32)
-
-
-def sums(x: Tensor) -> list[int]:
-    """Bits of what an addition gave."""
-    return one_nan(x).tolist()
-
-
-def same_float(a: float, b: float) -> bool:
-    return a == b or (math.isnan(a) and math.isnan(b))
-
-
-def assert_same_picked(a: Picked, b: Picked) -> None:
-    assert (a.count, a.above, a.finite, a.complete) == (b.count, b.above, b.finite, b.complete)
-    assert a.indices.dtype == b.indices.dtype
-    assert torch.equal(a.indices, b.indices)
-    assert torch.equal(one_nan(a.values), one_nan(b.values))
-
-
-def normal(size: int, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
-
-
-def spread(size: int, seed: int = 0) -> Tensor:
-    """Heavy tails: magnitudes over many orders, both signs."""
-    return normal(size, seed) * torch.exp(3 * normal(size, seed + 1))
-
-
-def special_vector(elements: list[float]) -> Tensor:
-    return torch.tensor(elements, dtype=torch.float32)
-
-
-def any_bits(seed_and_size: tuple[int, int]) -> Tensor:
-    """Every bit pattern there is, NaNs of all kinds among them."""
-    seed, size = seed_and_size
-    random_bits = np.random.default_rng(seed).integers(-(2**31), 2**31, size, np.int32)
-    return torch.from_numpy(random_bits).view(torch.float32)
-
-
-sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 200))
-seeds = st.integers(0, 2**16)
-specials = st.lists(st.sampled_from(SPECIAL), max_size=100).map(special_vector)
-normals = st.builds(normal, sizes, seeds)
-vectors = st.one_of(specials, normals, st.builds(spread, sizes, seeds))
-capacities = st.one_of(st.integers(0, 3), st.integers(0, 120), st.just(10**6))
-
-
-def thresholds(x: Tensor) -> st.SearchStrategy[float]:
-    """The odd ones, and those that some entry meets exactly."""
-    fixed = st.sampled_from([0.0, SMALLEST, 0.7, INF])
-    magnitudes = [m for m in x.abs().tolist() if not math.isnan(m) and m <= 3e38]
-    return st.one_of(fixed, st.sampled_from(magnitudes)) if magnitudes else fixed
-
+from oktopk.kernels import SLOPE_STEP, SMALLEST, Backend, bin_edge, bin_of, cpu, reference
+from oktopk.kernels.types import SAMPLE_BLOCK, sample_positions
 
 # --- selection -----------------------------------------------------------------------------------------------
 
@@ -330,99 +279,6 @@ def test_magnitude_moments(x: Tensor, scale: float) -> None:
         assert kernels.magnitude_moments(x) == pytest.approx((mean, deviation), rel=1e-9, abs=1e-7 * mean)
 
 
-# --- sparse arithmetic ---------------------------------------------------------------------------------------
-
-Part = tuple[Tensor, Tensor]
-
-
-def sparse_part(size: int, seed: int, base: int = 0, dtype: torch.dtype = torch.int32) -> Part:
-    """Some of the indices of [base, base + size), each with a number that may be odd."""
-    rng = np.random.default_rng(seed)
-    indices = np.flatnonzero(rng.random(size) < rng.random()) + base
-    pool = torch.cat([special_vector(SPECIAL), normal(10, seed)])
-    return torch.from_numpy(indices).to(dtype), pool[torch.from_numpy(rng.integers(0, pool.numel(), indices.size))]
-
-
-index_dtypes = st.sampled_from([torch.int32, torch.int64])
-
-
-@given(sizes, seeds, index_dtypes)
-def test_scatter_add_is_the_reference(size: int, seed: int, dtype: torch.dtype) -> None:
-    """Same sums; the count returned is by how much the non-zeros grew."""
-    indices, values = sparse_part(size, seed, dtype=dtype)
-    start = special_vector(SPECIAL * 100)[torch.from_numpy(np.random.default_rng(seed).permutation(size))]
-    outcomes = []
-    for kernels in (cpu, reference):
-        out = start.clone()
-        grown = kernels.scatter_add_(out, indices, values)
-        assert grown == int(out.count_nonzero() - start.count_nonzero())
-        outcomes.append(sums(out))
-    assert outcomes[0] == outcomes[1]
-
-
-@given(st.integers(0, 200), st.lists(seeds, min_size=1, max_size=5), st.sampled_from([0, 7, 10**6]), index_dtypes)
-@example(64, [1, 1], 0, torch.int32)
-@example(65, [2, 3, 4], 10**6, torch.int64)
-def test_union_sum_is_the_reference(span: int, part_seeds: list[int], base: int, dtype: torch.dtype) -> None:
-    """Same union and same sums, whether the parts lie ready or come one by one."""
-    parts = [sparse_part(span, seed, base, dtype) for seed in part_seeds]
-    expected = reference.union_sum(parts, base, span)
-    for given_parts in (parts, (part for part in parts)):
-        indices, values = cpu.union_sum(given_parts, base, span)
-        assert indices.dtype == expected[0].dtype == dtype
-        assert torch.equal(indices, expected[0])
-        assert sums(values) == sums(expected[1])
-
-
-@given(st.integers(1, 200), st.lists(seeds, min_size=1, max_size=5))
-def test_union_sum_adds_in_order(span: int, part_seeds: list[int]) -> None:
-    """Float addition in the order of the parts; an index is in the union even if its sum is zero."""
-    dense, touched = torch.zeros(span), torch.zeros(span, dtype=torch.bool)
-    parts = [sparse_part(span, seed) for seed in part_seeds]
-    for indices, values in parts:
-        dense[indices.long()] += values
-        touched[indices.long()] = True
-    for kernels in (cpu, reference):
-        indices, values = kernels.union_sum(parts, 0, span)
-        assert indices.tolist() == touched.nonzero().flatten().tolist()
-        assert sums(values) == sums(dense[touched])
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit])
-def test_an_interrupted_union_sum_leaves_nothing_behind(error: type[BaseException]) -> None:
-    """The scratch is shared by all calls of a thread: half a sum must not leak into the next."""
-
-    def interrupted() -> Iterator[Part]:
-        yield torch.arange(100, dtype=torch.int32), torch.ones(100)
-        raise error("on purpose")
-
-    with pytest.raises(error):
-        cpu.union_sum(interrupted(), 0, 100)
-    indices, values = cpu.union_sum([(torch.tensor([3], dtype=torch.int32), torch.ones(1))], 0, 100)
-    assert (indices.tolist(), values.tolist()) == ([3], [1.0])
-
-
-def test_regions_of_changing_size_share_one_scratch() -> None:
-    """Large to small and back, and none at all."""
-    for span in (1000, 1, 64, 63, 1000, 5000, 0, 4999):
-        parts = [sparse_part(span, seed) for seed in range(3)]
-        found, expected = cpu.union_sum(parts, 0, span), reference.union_sum(parts, 0, span)
-        assert torch.equal(found[0], expected[0])
-        assert sums(found[1]) == sums(expected[1])
-
-
-index_sets = st.one_of(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 2**31 - 1), max_size=40))
-
-
-@given(index_sets, index_sets, index_dtypes)
-def test_common_is_the_intersection(a: set[int], b: set[int], dtype: torch.dtype) -> None:
-    first, second = (torch.tensor(sorted(s), dtype=dtype) for s in (a, b))
-    for kernels in (cpu, reference):
-        positions = kernels.common(first, second)
-        assert positions.dtype == torch.int64
-        assert first[positions].tolist() == sorted(a & b)
-
-
 # --- threads -------------------------------------------------------------------------------------------------
 
 
@@ -484,57 +340,3 @@ def test_many_python_threads_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
             assert list(pool.map(lambda seed: all_kernels(cpu, seed), range(8))) == expected
-
-
-# --- without Numba -------------------------------------------------------------------------------------------
-
-NO_NUMBA = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("numba", "llvmlite"):
-            raise ImportError(name + " is blocked")
-
-sys.meta_path.insert(0, Blocker())
-"""
-
-COLLECTIVE = """
-import hashlib
-import torch
-import oktopk
-
-def digest(algorithm, values):
-    def run(comm):
-        random = torch.Generator().manual_seed(comm.rank)
-        residual, state, digest = torch.zeros(3001), None, hashlib.sha256()
-        for step in range(4):
-            tensor = torch.randn(3001, generator=random) * torch.randn(3001, generator=random).exp()
-            mean, info = oktopk.sparse_allreduce(
-                tensor, 0.05, algorithm, residual, comm, values=values, state=state, step=step
-            )
-            state = info.state
-            digest.update(mean.numpy().tobytes() + residual.numpy().tobytes())
-        return digest.hexdigest()
-    return oktopk.run_threads(3, run)
-
-digests = [[name, values, *digest(name, values)] for name in oktopk.ALGORITHMS for values in ("fp32", "fp16")]
-"""
-
-TELL = """
-import json
-assert "numba" not in sys.modules
-print(json.dumps(digests))
-"""
-
-
-def test_the_library_is_the_same_without_numba() -> None:
-    """Every algorithm, four steps with residuals on three ranks: the same bits, only slower."""
-    command = [sys.executable, "-W", "error", "-c", NO_NUMBA + COLLECTIVE + TELL]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    with_numba: dict[str, list[list[str]]] = {}
-    exec(COLLECTIVE, with_numba)
-    assert len(with_numba["digests"]) >= 12
-    assert json.loads(done.stdout) == with_numba["digests"]

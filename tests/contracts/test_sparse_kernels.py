@@ -1,0 +1,103 @@
+"""The compiled kernels equal the reference to the bit: arithmetic on sparse vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kernel_inputs import (
+    SPECIAL,
+    Part,
+    seeds,
+    sizes,
+    sparse_part,
+    special_vector,
+    sums,
+)
+
+from oktopk.kernels import cpu, reference
+
+# --- sparse arithmetic ---------------------------------------------------------------------------------------
+
+index_dtypes = st.sampled_from([torch.int32, torch.int64])
+
+
+@given(sizes, seeds, index_dtypes)
+def test_scatter_add_is_the_reference(size: int, seed: int, dtype: torch.dtype) -> None:
+    """Same sums; the count returned is by how much the non-zeros grew."""
+    indices, values = sparse_part(size, seed, dtype=dtype)
+    start = special_vector(SPECIAL * 100)[torch.from_numpy(np.random.default_rng(seed).permutation(size))]
+    outcomes = []
+    for kernels in (cpu, reference):
+        out = start.clone()
+        grown = kernels.scatter_add_(out, indices, values)
+        assert grown == int(out.count_nonzero() - start.count_nonzero())
+        outcomes.append(sums(out))
+    assert outcomes[0] == outcomes[1]
+
+
+@given(st.integers(0, 200), st.lists(seeds, min_size=1, max_size=5), st.sampled_from([0, 7, 10**6]), index_dtypes)
+@example(64, [1, 1], 0, torch.int32)
+@example(65, [2, 3, 4], 10**6, torch.int64)
+def test_union_sum_is_the_reference(span: int, part_seeds: list[int], base: int, dtype: torch.dtype) -> None:
+    """Same union and same sums, whether the parts lie ready or come one by one."""
+    parts = [sparse_part(span, seed, base, dtype) for seed in part_seeds]
+    expected = reference.union_sum(parts, base, span)
+    for given_parts in (parts, (part for part in parts)):
+        indices, values = cpu.union_sum(given_parts, base, span)
+        assert indices.dtype == expected[0].dtype == dtype
+        assert torch.equal(indices, expected[0])
+        assert sums(values) == sums(expected[1])
+
+
+@given(st.integers(1, 200), st.lists(seeds, min_size=1, max_size=5))
+def test_union_sum_adds_in_order(span: int, part_seeds: list[int]) -> None:
+    """Float addition in the order of the parts; an index is in the union even if its sum is zero."""
+    dense, touched = torch.zeros(span), torch.zeros(span, dtype=torch.bool)
+    parts = [sparse_part(span, seed) for seed in part_seeds]
+    for indices, values in parts:
+        dense[indices.long()] += values
+        touched[indices.long()] = True
+    for kernels in (cpu, reference):
+        indices, values = kernels.union_sum(parts, 0, span)
+        assert indices.tolist() == touched.nonzero().flatten().tolist()
+        assert sums(values) == sums(dense[touched])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit])
+def test_an_interrupted_union_sum_leaves_nothing_behind(error: type[BaseException]) -> None:
+    """The scratch is shared by all calls of a thread: half a sum must not leak into the next."""
+
+    def interrupted() -> Iterator[Part]:
+        yield torch.arange(100, dtype=torch.int32), torch.ones(100)
+        raise error("on purpose")
+
+    with pytest.raises(error):
+        cpu.union_sum(interrupted(), 0, 100)
+    indices, values = cpu.union_sum([(torch.tensor([3], dtype=torch.int32), torch.ones(1))], 0, 100)
+    assert (indices.tolist(), values.tolist()) == ([3], [1.0])
+
+
+def test_regions_of_changing_size_share_one_scratch() -> None:
+    """Large to small and back, and none at all."""
+    for span in (1000, 1, 64, 63, 1000, 5000, 0, 4999):
+        parts = [sparse_part(span, seed) for seed in range(3)]
+        found, expected = cpu.union_sum(parts, 0, span), reference.union_sum(parts, 0, span)
+        assert torch.equal(found[0], expected[0])
+        assert sums(found[1]) == sums(expected[1])
+
+
+index_sets = st.one_of(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 2**31 - 1), max_size=40))
+
+
+@given(index_sets, index_sets, index_dtypes)
+def test_common_is_the_intersection(a: set[int], b: set[int], dtype: torch.dtype) -> None:
+    first, second = (torch.tensor(sorted(s), dtype=dtype) for s in (a, b))
+    for kernels in (cpu, reference):
+        positions = kernels.common(first, second)
+        assert positions.dtype == torch.int64
+        assert first[positions].tolist() == sorted(a & b)
