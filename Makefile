@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
 
-demo: $(INSTALLED) ## run the bare collective on a few ranks
+demo: $(INSTALLED) ## six algorithms on four ranks of this machine, and what each sent
 	$(BIN)/python examples/collective.py
 
 test: export OMP_NUM_THREADS := 1
@@ -35,5 +35,5 @@ clean: ## remove caches and build products; .venv stays
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[mpi,train,report,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,dev]'
 	touch $@

@@ -3,13 +3,14 @@
 Every rank has a gradient of its own, adds its residual, and takes part in the allreduce; after some steps the
 table shows, per rank and step, what went over the wire and how far that is from a dense allreduce.
 
-    python examples/collective.py --ranks 5 --size 2000000 --density 0.005
+    .venv/bin/python examples/collective.py --ranks 5 --size 2000000 --density 0.005
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from statistics import fmean as mean
 
 import torch
 
@@ -27,11 +28,11 @@ def train(comm: oktopk.Communicator, algorithm: str, size: int, density: float, 
     """What a training loop would do with its gradient, a few times."""
     residual, state, infos = torch.zeros(size), None, []
     for step in range(steps):
-        mean, info = oktopk.sparse_allreduce(
+        result, info = oktopk.sparse_allreduce(
             gradient(size, comm.rank, step), density, algorithm, residual, comm,
             values="fp16", state=state, step=step,
         )  # fmt: skip
-        assert mean.isfinite().all()
+        assert result.isfinite().all()
         state = info.state
         infos.append(info)
     return infos
@@ -48,32 +49,43 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10, help="allreduces per algorithm (default: %(default)s)")
     options = parser.parse_args()
+    if options.ranks < 1 or options.size < 1 or options.steps < 1:
+        parser.error("--ranks, --size and --steps must be at least 1")
+    if not 0 < options.density <= 1:
+        parser.error(f"--density must be in (0, 1], got {options.density:g}")
     torch.set_num_threads(1)
 
     ranks, size = options.ranks, options.size
     k = max(1, math.floor(size * options.density))
     dense = 2 * 4 * size * (ranks - 1) / ranks
-    print(f"{ranks} ranks, {size:,} entries, density {options.density:g}: k = {k:,}, {options.steps} steps each\n")
-    print("            selected   result   sent per rank    less than   words per rank   messages")
-    print("algorithm    of k       of k    and step (kB)    dense       over k           per rank")
+    print(f"P = {ranks}, {size:,} entries, density {options.density:g}: k = {k:,}; {options.steps} steps each\n")
+    first = ("", "selected", "result", "kB sent", "busiest", "less than", "messages")
+    second = ("algorithm", "of k", "of k", "per rank", "rank kB", "dense", "per rank")
+    for name, *columns in (first, second):
+        print(f"{name:10}", *(f"{column:>10}" for column in columns))
     for algorithm in oktopk.ALGORITHMS:
         runs = oktopk.run_threads(
             ranks, lambda comm, name=algorithm: train(comm, name, size, options.density, options.steps)
         )
         infos = [info for run in runs for info in run]
-        sent = sum(i.payload.sent_bytes for i in infos) / len(infos)
-        selected = sum(i.local_count for i in infos) / len(infos) / k
-        result = sum(i.result_count for i in infos) / len(infos) / k
-        messages = sum(i.payload.sent_messages for i in infos) / len(infos)
-        less = f"{dense / sent:8.1f}x" if sent else "       -"
-        mark = " (modelled)" if infos[0].payload.modelled else ""
+        sent = mean(i.payload.sent_bytes for i in infos)
+        busiest = max(mean(i.payload.sent_bytes + i.payload.received_bytes for i in run) for run in runs)
+        less = f"{dense / sent:.1f}x" if sent else "-"
+        mark = "  (modelled as a ring)" if infos[0].payload.modelled else ""
         print(
-            f"{algorithm:10} {selected:8.2f}  {result:9.2f}  {sent / 1e3:13.1f} {less}"
-            f"  {sent / 4 / k:12.2f}  {messages:13.1f}{mark}"
+            f"{algorithm:10}  {mean(i.local_count for i in infos) / k:9.2f}"
+            f"  {mean(i.result_count for i in infos) / k:9.2f}  {sent / 1e3:9.1f}  {busiest / 1e3:9.1f}  {less:>9}"
+            f"  {mean(i.payload.sent_messages for i in infos):9.1f}{mark}"
         )
-    bound = 6 * (ranks - 1) / ranks
-    print(f"\nOk-Topk's bound is 6k(P-1)/P words: {bound:.2f} k here, before coding. What a rank does not send")
-    print("stays in its residual and goes out later; nothing is lost.")
+    print(
+        "\nPer step. The busiest rank is the one that sends and receives most: the root of gtopk's tree, for one."
+    )
+    if ranks > 1:
+        raw = 8 * 2 * k * (ranks - 1) / ranks / 1e3
+        print(
+            f"Ok-Topk's 4k(P-1)/P words would be {raw:.1f} kB uncoded; its bound of 6k(P-1)/P {1.5 * raw:.1f} kB."
+        )
+    print("What a rank does not send stays in its residual and goes out later; nothing is lost.")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ def sparse_allreduce(
     >>> oktopk.run_threads(2, mean)
     [[0.0, 6.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]]
     """
+    if comm is not None and not isinstance(comm, Communicator):
+        raise TypeError(f"comm must be an oktopk.Communicator, got {type(comm).__name__}")
     meter = Metered(default_communicator() if comm is None else comm)
     problem = _problem(tensor, density, algorithm, residual, values, indices, out, state, step)
     dtype, size = (tensor.dtype, tensor.numel()) if isinstance(tensor, Tensor) else (None, None)
@@ -167,7 +169,7 @@ def _problem(
     if not tensor.is_floating_point():
         return f"tensor must be of a floating type, got {tensor.dtype}: convert it first"
     if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
-        return f"density must be in (0, 1], got {density}"
+        return f"density must be in (0, 1], got {density!r}"
     if not isinstance(values, str) or values not in VALUE_CODES:
         return f"unknown value format {values!r}: choose one of {', '.join(VALUE_CODES)}"
     if indices not in ("coded", "raw"):

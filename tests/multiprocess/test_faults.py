@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,3 +76,22 @@ def test_an_mpi_rank_that_stops(tmp_path: Path) -> None:
             assert isinstance(error, CommTimeout)
         assert ranks.mpiexec.wait(SLACK) != 0
         assert ranks.running([VICTIM], SLACK) == []
+
+
+def test_an_mpi_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
+    """At once, not after the timeout: the others are waiting in MPI, where an exception elsewhere is not seen."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import oktopk, torch\n"
+        "comm = oktopk.MPICommunicator(timeout=300)\n"
+        "if comm.rank == 1: raise RuntimeError('disk on fire')\n"
+        "oktopk.sparse_allreduce(torch.ones(10), comm=comm)\n"
+    )
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside the interpreter: install the extra mpi")
+    run = subprocess.run(
+        [mpiexec, "-n", "3", sys.executable, program], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert run.returncode != 0
+    assert "disk on fire" in run.stderr

@@ -19,7 +19,7 @@ BAD = {
     "density above 1": ({"density": 1.5}, r"density must be in \(0, 1\], got 1.5"),
     "density NaN": ({"density": float("nan")}, r"density must be in \(0, 1\], got nan"),
     "density True": ({"density": True}, "density must be"),
-    "density text": ({"density": "1%"}, "density must be"),
+    "density text": ({"density": "1%"}, r"density must be in \(0, 1\], got .1%."),
     "integers": ({"tensor": torch.ones(100, dtype=torch.int32)}, "must be of a floating type, got torch.int32"),
     "complex": ({"tensor": torch.ones(100, dtype=torch.complex64)}, "must be of a floating type"),
     "sparse layout": ({"tensor": torch.ones(100).to_sparse()}, "must be dense"),
@@ -137,3 +137,16 @@ def test_public_names() -> None:
 def test_a_bad_world_is_refused() -> None:
     with pytest.raises(ValueError, match="world must be at least 1, got 0"):
         oktopk.run_threads(0, lambda comm: None)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_one_of_several_processes_is_not_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that forgot to initialise must not train P models that never meet."""
+    monkeypatch.setenv(name, "3")
+    with pytest.raises(oktopk.CommError, match=f"{name} is 3, but torch.distributed is not initialised"):
+        oktopk.sparse_allreduce(torch.ones(10))
+
+
+def test_a_communicator_is_asked_for() -> None:
+    with pytest.raises(TypeError, match=r"comm must be an oktopk\.Communicator, got int"):
+        oktopk.sparse_allreduce(torch.ones(10), comm=3)

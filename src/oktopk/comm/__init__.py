@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed as dist
 
+from ..errors import CommError
 from .agreement import agree
 from .base import DEFAULT_TIMEOUT, Communicator, Operation, Pending, pack, packed_bytes, unpack
 from .group import GroupCommunicator
@@ -13,9 +16,18 @@ from .threads import ThreadCommunicator, alone, run_threads
 
 
 def default_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:
-    """The default process group if torch.distributed is initialised, otherwise this process alone."""
+    """The default process group if torch.distributed is initialised, otherwise this process alone.
+
+    A process that was started as one of several is not alone: then it is an error.
+    """
     if dist.is_available() and dist.is_initialized():
         return GroupCommunicator(timeout=timeout)
+    for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        if os.environ.get(name, "1") != "1":
+            raise CommError(
+                f"{name} is {os.environ[name]}, but torch.distributed is not initialised: call "
+                "init_process_group first, or pass comm=oktopk.MPICommunicator() under mpiexec"
+            )
     return alone()
 
 

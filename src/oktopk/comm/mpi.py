@@ -6,6 +6,7 @@ MPI has no timeouts: every operation is non-blocking and polled until it is done
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 from typing import Any
 
@@ -17,6 +18,21 @@ from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
 
 _SPINS = 50
 _LONGEST_SLEEP = 0.001
+
+
+def _abort_on_uncaught(mpi: Any) -> None:
+    """From now on an exception that ends this process ends the job: MPI_Finalize would wait for the others."""
+    previous = sys.excepthook
+    if getattr(previous, "aborts_mpi", False):
+        return
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        previous(kind, error, trace)
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
+
+    hook.aborts_mpi = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 class _Request:
@@ -45,7 +61,7 @@ class MPICommunicator(Communicator):
     """A duplicate of an mpi4py communicator (default: COMM_WORLD), so that nobody else's messages mix in.
 
     After a timeout MPI cannot be finalised in order; then the process aborts the MPI job when it exits, which
-    ends all other ranks too.
+    ends all other ranks too. So does an exception that nobody catches.
     """
 
     def __init__(self, comm: Any = None, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -63,6 +79,8 @@ class MPICommunicator(Communicator):
         self._comm: Any
         self._comm, request = base.Idup()
         self.poll(request, self._deadline(), "setting up: no answer from the other ranks")
+        if self.world > 1:
+            _abort_on_uncaught(MPI)
 
     def poll(self, request: Any, deadline: float, what: str) -> None:
         """Test until done. Spin a little first; then sleep, because ranks may share cores."""
