@@ -8,7 +8,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -87,6 +87,16 @@ def arguments(description: str, name: str) -> argparse.ArgumentParser:
         "--json", type=Path, default=Path(__file__).parent / "out" / f"{name}.json", help="where the figures go"
     )
     return parser
+
+
+def report(headers: Sequence[str], measured: Iterable[tuple[list[list[object]], list[dict]]], path: Path) -> None:
+    """Print one table of what was measured, each item rows and records, and write the records."""
+    rows, records = [], []
+    for new_rows, new_records in measured:
+        rows += new_rows
+        records += new_records
+    print(table(headers, rows))
+    write_json(path, records)
 
 
 def write_json(path: Path, records: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from common import arguments, side_by_side, table, write_json
+from common import arguments, report, side_by_side
 
 from oktopk.kernels import backend, reference
 
@@ -80,14 +80,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
-    rows, records = [], []
-    for threads in options.threads:
-        for density in (0.01, 0.001):
-            new_rows, new_records = measure(options.size, density, threads, options.repeats)
-            rows += new_rows
-            records += new_records
-    print(table(HEADERS, rows))
-    write_json(options.json, records)
+    cases = [(density, threads) for threads in options.threads for density in (0.01, 0.001)]
+    measured = (measure(options.size, density, threads, options.repeats) for density, threads in cases)
+    report(HEADERS, measured, options.json)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from common import arguments, side_by_side, table, write_json
+from common import arguments, report, side_by_side
 
 from oktopk.sparse import SparseVector
 from oktopk.wire import Tag, ValueCode, best_index_code, decode, encode
@@ -59,14 +59,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, records = [], []
-    for density in (0.1, 0.01, 0.001):
-        for count in (10_000, 100_000, 250_000):
-            new_rows, new_records = measure(count, density, options.repeats)
-            rows += new_rows
-            records += new_records
-    print(table(HEADERS, rows))
-    write_json(options.json, records)
+    cases = [(count, density) for density in (0.1, 0.01, 0.001) for count in (10_000, 100_000, 250_000)]
+    measured = (measure(count, density, options.repeats) for count, density in cases)
+    report(HEADERS, measured, options.json)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,7 +66,7 @@ def is_running(pid: int) -> bool:
         return not Path("/proc").exists()
 
 
-class Ranks:
+class Ranks(ABC):
     """The processes of one world, under way."""
 
     def __init__(self, size: int, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -74,14 +75,17 @@ class Ranks:
         self.directory = Path(self._temporary.name)
         self.launch(job, args)
 
+    @abstractmethod
     def launch(self, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        raise NotImplementedError
+        """Start the ranks."""
 
+    @abstractmethod
     def reap(self) -> None:
-        raise NotImplementedError
+        """End whatever is left of them."""
 
+    @abstractmethod
     def gone(self, rank: int) -> bool:
-        raise NotImplementedError
+        """Whether a rank has ended."""
 
     def __enter__(self) -> Ranks:
         return self

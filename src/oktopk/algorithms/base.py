@@ -56,7 +56,11 @@ class Algorithm(ABC):
         """What is wrong with a state that was handed in for a tensor of this size."""
         if isinstance(state, float):  # a last threshold: only tells where to look first
             return None
-        return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"
+        return foreign_state(state)
+
+
+def foreign_state(state: object) -> str:
+    return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"
 
 
 def skip(state: Any) -> Reduction:

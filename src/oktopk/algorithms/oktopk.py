@@ -27,7 +27,7 @@ from ..comm import Communicator
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
 from ..selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
 from ..sparse import SparseVector
-from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
+from .base import Algorithm, Reduction, equal_regions, foreign_state, rounding_error, skip, split_and_reduce
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class OkTopk(Algorithm):
 
     def state_problem(self, state: object, size: int) -> str | None:
         if not isinstance(state, OkTopkTracking):
-            return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"
+            return foreign_state(state)
         if state.edges and state.edges[-1] != size:
             return f"state belongs to a tensor of {state.edges[-1]} entries, this one has {size}"
         return None
