@@ -35,5 +35,5 @@ clean: ## remove caches and build products; .venv stays
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,examples,dev]'
 	touch $@

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import wire
 from .comm import Communicator
 from .sparse import SparseVector
+from .stopwatch import Stopwatch
 from .wire import Tag, ValueCode
 
 Region = tuple[int, int]
@@ -44,11 +45,20 @@ class Channel:
         values: ValueCode = ValueCode.FP32,
         raw_indices: bool = False,
         device: torch.device | None = None,
+        stopwatch: Stopwatch | None = None,
+        blocked_before: float = 0.0,
     ) -> None:
         self.comm, self.size, self.step, self.bucket, self.values = comm, size, step, bucket, values
         self.raw_indices = raw_indices
         self.device = None if device is None or device.type == "cpu" else device
         self.nonfinite = False
+        self.stopwatch = stopwatch or Stopwatch()
+        self._blocked_before = blocked_before
+        self.told = 0.0
+        """How long this rank has been blocked by others, as it last told them: in this reduction so far or, in
+        the first messages, in the one before."""
+        self.heard: dict[int, float] = {}
+        """The same of the other ranks."""
 
     @property
     def rank(self) -> int:
@@ -143,10 +153,14 @@ class Channel:
 
     def _encode(self, part: SparseVector, phase: Phase, region: Region) -> tuple[Tensor, SparseVector]:
         tag = self._tag(phase, self.rank, region)
-        message, decoded = wire.encode(part, tag, self.values, self.nonfinite, self.raw_indices)
+        self.told = self.stopwatch.seconds("exchange") or self._blocked_before
+        with self.stopwatch.stage("encode"):
+            message, decoded = wire.encode(part, tag, self.values, self.nonfinite, self.raw_indices, self.told)
         return message, part.with_values(decoded)
 
     def _decode(self, message: Tensor, phase: Phase, peer: int, region: Region) -> SparseVector:
-        decoded = wire.decode(message, self._tag(phase, peer, region), self.device)
+        with self.stopwatch.stage("decode"):
+            decoded = wire.decode(message, self._tag(phase, peer, region), self.device)
+        self.heard[peer] = decoded.blocked
         self.note(not decoded.nonfinite)
         return decoded.vector

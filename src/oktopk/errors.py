@@ -16,7 +16,11 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class Aborted(CommError):
-    """Another rank of the same thread world failed; its error is the one to look at."""
+    """Another rank has failed and told so; its error is the one to look at."""
+
+
+class NonFiniteError(OkTopkError):
+    """Too many steps in a row had gradients that are not finite."""
 
 
 class WireError(OkTopkError):

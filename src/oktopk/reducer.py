@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from .accumulator import Accumulator
 from .algorithms import Algorithm, Reduction
@@ -11,12 +14,17 @@ from .channel import Channel
 
 
 def reduce_step(
-    algorithm: Algorithm, channel: Channel, acc: Accumulator, k: int, state: Any
+    algorithm: Algorithm,
+    channel: Channel,
+    acc: Accumulator,
+    k: int,
+    state: Any,
+    inspect: Callable[[Tensor], None] | None = None,
 ) -> tuple[Reduction, int]:
     """Run the algorithm and settle the outcome: acc.work becomes the mean, the residual keeps the rest.
 
     Returns the reduction and the number of non-zeros in the mean. When the reduction is skipped, the mean is
-    zero and the residual is what it was before, to the bit.
+    zero and the residual is what it was before, to the bit; `inspect` gets to see acc before that.
     """
     if acc.size == 0:
         return Reduction(state=state), 0
@@ -26,6 +34,8 @@ def reduce_step(
         acc.roll_back()  # nothing has been applied: the gradient must not count twice when the step is repeated
         raise
     if reduction.skipped:
+        if inspect is not None:
+            inspect(acc.values)
         acc.roll_back()
         return replace(reduction, state=state), 0
     if reduction.mean is not None:

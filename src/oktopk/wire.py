@@ -9,9 +9,10 @@
         24     8  step                                  32  4  bucket                36  4  sender
         40     8  size of the vector                    48  8  start of the region   56  8  span of the region
         64     8  number of entries                     72  8  bytes of coded indices
-        80     4  scale of the values (float32)         84  1  Elias-Fano low bits   85  3  zero
+        80     4  scale of the values (float32)         84  1  Elias-Fano low bits   85  3  blocked
         88        indices, padded to 8 bytes, then values, padded to 8 bytes
 
+`blocked` is how long the sender has waited for others of late, in units of 20 µs: whoever waited least came last.
 All little-endian. Indices are offsets into the region. Decoding trusts nothing: whatever does not fit what the
 receiver expects is a WireError, and nothing is written out of bounds. The length comes first so that messages
 can be laid end to end, or into slots of fixed capacity, and still be told apart.
@@ -39,9 +40,11 @@ except ImportError:  # no Numba: the NumPy definition of the same codes
 
 MAGIC = b"okt1"
 _FRAME = struct.Struct("<QQ")
-_HEADER = struct.Struct("<4s4BQIIQQQQQfB3x")
+_HEADER = struct.Struct("<4s4BQIIQQQQQfB3s")
 HEADER_BYTES = _FRAME.size + _HEADER.size
 _NONFINITE = 1
+_TICK = 20e-6
+_MOST_TICKS = 2**24 - 1
 
 VALUE_CODES = {code.name.lower(): code for code in ValueCode}
 _INDEX_CODES = frozenset(int(code) for code in IndexCode)
@@ -68,6 +71,7 @@ class Decoded(NamedTuple):
 
     vector: SparseVector
     nonfinite: bool
+    blocked: float
 
 
 def capacity(count: int, span: int, values: ValueCode) -> int:
@@ -110,7 +114,12 @@ def best_index_code(indices: Array, start: int, span: int, raw: bool = False) ->
 
 
 def encode(
-    part: SparseVector, tag: Tag, values: ValueCode, nonfinite: bool = False, raw_indices: bool = False
+    part: SparseVector,
+    tag: Tag,
+    values: ValueCode,
+    nonfinite: bool = False,
+    raw_indices: bool = False,
+    blocked: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The message for `part`, and the values of `part` as the receiver will decode them."""
     indices, floats = _array(part.indices), _array(part.values)
@@ -125,6 +134,7 @@ def encode(
     _HEADER.pack_into(
         message.data, _FRAME.size, MAGIC, tag.phase, index_code, values, _NONFINITE if nonfinite else 0,
         tag.step, tag.bucket, tag.sender, tag.size, tag.start, tag.span, indices.size, index_bytes, scale, low,
+        min(int(blocked / _TICK), _MOST_TICKS).to_bytes(3, "little"),
     )  # fmt: skip
     _FRAME.pack_into(message.data, 0, length, _checksum(message))
     if decoded is floats:
@@ -141,7 +151,7 @@ def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Dec
     data = _array(message)
     length, checksum = _FRAME.unpack_from(data.data)
     (magic, phase, index_code, value_code, flags, step, bucket, sender, size, start, span, count, index_bytes,
-     scale, low) = _HEADER.unpack_from(data.data, _FRAME.size)  # fmt: skip
+     scale, low, ticks) = _HEADER.unpack_from(data.data, _FRAME.size)  # fmt: skip
     if magic != MAGIC:
         raise _refuse(tag, f"it starts with {magic!r}, not {MAGIC!r}: another protocol or version")
     if length != data.size:
@@ -162,7 +172,7 @@ def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Dec
     ):
         raise _refuse(tag, "the indices are out of order or out of range")
     vector = SparseVector(_tensor(indices, device), _tensor(values, device), size)
-    return Decoded(vector, bool(flags & _NONFINITE))
+    return Decoded(vector, bool(flags & _NONFINITE), int.from_bytes(ticks, "little") * _TICK)
 
 
 def _array(x: Tensor) -> Array:

@@ -101,12 +101,13 @@ def assert_round_trip(part: SparseVector, tag: Tag, code: ValueCode, raw: bool =
     messages = []
     for codes in BACKENDS:
         with mock.patch.object(wire, "codes", codes):
-            message, seen = wire.encode(part, tag, code, raw_indices=raw)
-            vector, nonfinite = wire.decode(message, tag)
+            message, seen = wire.encode(part, tag, code, raw_indices=raw, blocked=0.25)
+            vector, nonfinite, blocked = wire.decode(message, tag)
         assert vector.indices.dtype == part.indices.dtype
         assert torch.equal(vector.indices, part.indices)
         assert torch.equal(vector.values.view(torch.int32), seen.view(torch.int32))
         assert (vector.size, nonfinite) == (part.size, False)
+        assert blocked == pytest.approx(0.25, abs=20e-6)
         assert message.numel() % 8 == 0
         assert message.numel() <= wire.capacity(len(part), tag.span, code)
         messages.append(message)

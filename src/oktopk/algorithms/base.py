@@ -58,6 +58,14 @@ class Algorithm(ABC):
             return None
         return foreign_state(state)
 
+    def pack_state(self, state: Any) -> Any:
+        """The state as primitives, for a checkpoint."""
+        return state
+
+    def unpack_state(self, packed: Any) -> Any:
+        """The state that pack_state took apart."""
+        return packed
+
 
 def foreign_state(state: object) -> str:
     return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"

@@ -25,5 +25,6 @@ class Gaussiank(Algorithm):
     rounds: int = 8
 
     def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        chosen = select_gaussian(acc, k, self.rounds)
+        with channel.stopwatch.stage("select"):
+            chosen = select_gaussian(acc, k, self.rounds)
         return gather_all(channel, chosen, max(k, 4 * k // 3), state, state)

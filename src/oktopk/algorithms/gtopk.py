@@ -27,7 +27,8 @@ class GTopk(Algorithm):
     name: ClassVar[str] = "gtopk"
 
     def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        chosen = select_exact(acc, k, state)
+        with channel.stopwatch.stage("select"):
+            chosen = select_exact(acc, k, state)
         channel.note(chosen.finite)
         held, leaving = chosen.vector, [chosen.vector]
         parent = None

@@ -15,8 +15,8 @@ S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -79,7 +79,8 @@ class OkTopk(Algorithm):
     def reduce(self, channel: Channel, acc: Accumulator, k: int, state: OkTopkTracking | None) -> Reduction:
         """One step, in the order of the paper."""
         known = state or OkTopkTracking()
-        chosen, tracker = TrackedSelection(self.tau_prime).select(acc, k, known.local)
+        with channel.stopwatch.stage("select"):
+            chosen, tracker = TrackedSelection(self.tau_prime).select(acc, k, known.local)
         channel.note(chosen.finite)
 
         edges: Sequence[int] = known.edges
@@ -113,6 +114,20 @@ class OkTopk(Algorithm):
         if state.edges and state.edges[-1] != size:
             return f"state belongs to a tensor of {state.edges[-1]} entries, this one has {size}"
         return None
+
+    def pack_state(self, state: OkTopkTracking | None) -> dict[str, Any] | None:
+        return None if state is None else asdict(state)
+
+    def unpack_state(self, packed: dict[str, Any] | None) -> OkTopkTracking | None:
+        if packed is None:
+            return None
+        local, overall = packed["local"], packed["overall"]
+        return OkTopkTracking(
+            local=None if local is None else Tracker(**local),
+            overall=None if overall is None else GlobalThreshold(**overall),
+            edges=tuple(packed["edges"]),
+            steps=packed["steps"],
+        )
 
     def _select_overall(
         self, channel: Channel, sums: SparseVector, k: int, last: GlobalThreshold | None

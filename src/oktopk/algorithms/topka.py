@@ -28,7 +28,8 @@ class TopkA(Algorithm):
     name: ClassVar[str] = "topka"
 
     def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        chosen = select_exact(acc, k, state)
+        with channel.stopwatch.stage("select"):
+            chosen = select_exact(acc, k, state)
         return gather_all(channel, chosen, k, state, chosen.threshold)
 
 

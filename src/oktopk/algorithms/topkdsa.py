@@ -28,7 +28,8 @@ class TopkDSA(Algorithm):
     name: ClassVar[str] = "topkdsa"
 
     def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        chosen = select_exact(acc, k, state)
+        with channel.stopwatch.stage("select"):
+            chosen = select_exact(acc, k, state)
         channel.note(chosen.finite)
         edges = equal_regions(acc.size, channel.world)
         sums, sent = split_and_reduce(channel, chosen.vector, edges, k)

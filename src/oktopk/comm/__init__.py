@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 
 from ..errors import CommError
-from .agreement import agree
+from .agreement import agree, gather_json
 from .base import DEFAULT_TIMEOUT, Communicator, Operation, Pending, pack, packed_bytes, unpack
 from .group import GroupCommunicator
 from .metered import Metered, Traffic, total
@@ -22,6 +22,17 @@ def default_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:
     """
     if dist.is_available() and dist.is_initialized():
         return GroupCommunicator(timeout=timeout)
+    return _alone()
+
+
+def exclusive_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:
+    """The same ranks in a group of its own, for a thread that communicates beside others."""
+    if dist.is_available() and dist.is_initialized():
+        return GroupCommunicator.exclusive(timeout=timeout)
+    return _alone()
+
+
+def _alone() -> Communicator:
     for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(name, "1") != "1":
             raise CommError(
@@ -43,6 +54,8 @@ __all__ = [
     "Traffic",
     "agree",
     "default_communicator",
+    "exclusive_communicator",
+    "gather_json",
     "pack",
     "packed_bytes",
     "run_threads",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -21,12 +22,14 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
     A rank that has found a `problem` of its own says so, and every rank raises: nobody is left waiting.
     """
     mine = {name: _shortened(str(value)) for name, value in terms.items()}
-    said = {"problem": None if problem is None else _shortened(problem, 5 * _LONGEST), "terms": mine}
-    message = pack(torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))
-    gathered = comm.all_gather(message, packed_bytes(_ROOM), "agreement", control=True)
+    gathered = gather_json(
+        comm,
+        {"problem": None if problem is None else _shortened(problem, 5 * _LONGEST), "terms": mine},
+        "agreement",
+    )
     if problem is not None:
         raise ValueError(problem)
-    others = [_read(rank, received) for rank, received in enumerate(gathered)]
+    others = [_read(rank, said) for rank, said in enumerate(gathered)]
     for rank, (theirs, _) in enumerate(others):
         if theirs is not None:
             raise ValueError(f"on rank {rank}: {theirs}")
@@ -44,9 +47,21 @@ def _shortened(text: str, longest: int = _LONGEST) -> str:
     return f"{text[:longest]}… ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def _read(rank: int, message: torch.Tensor) -> tuple[str | None, dict[str, str]]:
+def _read(rank: int, said: Any) -> tuple[str | None, dict[str, str]]:
     try:
-        said = json.loads(bytes(unpack(message, torch.uint8).numpy()))
         return said["problem"], dict(said["terms"])
     except (ValueError, KeyError, TypeError) as error:
         raise WireError(f"agreement: rank {rank} sent something unreadable") from error
+
+
+def gather_json(comm: Communicator, said: Any, phase: str) -> list[Any]:
+    """What each rank has to say, in rank order: control traffic, for rare occasions."""
+    message = pack(torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))
+    gathered = comm.all_gather(message, packed_bytes(_ROOM), phase, control=True)
+    heard = []
+    for rank, received in enumerate(gathered):
+        try:
+            heard.append(json.loads(bytes(unpack(received, torch.uint8).numpy())))
+        except ValueError as error:
+            raise WireError(f"{phase}: rank {rank} sent something unreadable") from error
+    return heard

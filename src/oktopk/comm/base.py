@@ -120,6 +120,9 @@ class Communicator(ABC):
         """Entered around each operation below; Metered takes its time here."""
         return nullcontext()
 
+    def fail(self, error: BaseException) -> None:  # noqa: B027 - a transport without a back channel times out
+        """Tell the other ranks that this one has given up. It must not be used afterwards."""
+
     def close(self) -> None:  # noqa: B027 - most transports have nothing to release
         """Give back what the communicator holds. It must not be used afterwards."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..stopwatch import Stopwatch
 from .base import Communicator, Operation, Pending
 
 
@@ -54,6 +55,8 @@ class Metered(Communicator):
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.world, inner.timeout)
         self.inner = inner
+        self.stopwatch: Stopwatch | None = None
+        """If set, the time of every operation is noted there too."""
         self.traffic: dict[Operation, Traffic] = {}
 
     def take(self) -> dict[Operation, Traffic]:
@@ -97,9 +100,13 @@ class Metered(Communicator):
     def _timed(self, operation: Operation) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with nullcontext() if self.stopwatch is None else self.stopwatch.stage("exchange"):
+                yield
         finally:
             self._add(operation, Traffic(seconds=time.perf_counter() - start))
+
+    def fail(self, error: BaseException) -> None:
+        self.inner.fail(error)
 
     def close(self) -> None:
         self.inner.close()

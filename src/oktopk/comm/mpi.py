@@ -18,6 +18,8 @@ from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
 
 _SPINS = 50
 _LONGEST_SLEEP = 0.001
+_LAST_WORDS = 0.2
+"""Seconds for mpiexec to pass on what a rank has printed: an abort cuts it off."""
 
 
 def _abort_on_uncaught(mpi: Any) -> None:
@@ -29,6 +31,7 @@ def _abort_on_uncaught(mpi: Any) -> None:
     def hook(kind: Any, error: Any, trace: Any) -> None:
         previous(kind, error, trace)
         sys.stderr.flush()
+        time.sleep(_LAST_WORDS)
         mpi.COMM_WORLD.Abort(1)
 
     hook.aborts_mpi = True  # type: ignore[attr-defined]

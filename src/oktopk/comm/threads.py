@@ -101,6 +101,9 @@ class ThreadCommunicator(Communicator):
         for peer in range(1, self.world):
             self._put(x.clone(), peer)
 
+    def fail(self, error: BaseException) -> None:
+        self._shared.abort(self.rank, error)
+
     def _put(self, message: Tensor, peer: int) -> None:
         box = self._shared.boxes[peer]
         with box.changed:

@@ -1,0 +1,132 @@
+"""What a rank keeps of a run, as tensors and primitives; and how a changed number of ranks shares it anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .lane import Lane
+from .layout import Bucket
+from .steps import StepReducer
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1
+_MEMORIES = ("residuals", "velocities")
+
+
+def save_state(steps: StepReducer) -> dict[str, Any]:
+    algorithm = steps.settings.algorithm
+    return {
+        "format": FORMAT,
+        "rank": steps.meter.rank,
+        "world": steps.meter.world,
+        "step": steps.step,
+        "skipped_steps": steps.skipped_steps,
+        "skipped_in_a_row": steps.skipped_in_a_row,
+        "algorithm": repr(algorithm),
+        "residuals": steps.reducer.residuals.state_dict(),
+        "velocities": steps.reducer.velocities.state_dict(),
+        "buckets": [
+            {
+                "names": list(lane.bucket.names),
+                "sizes": list(lane.bucket.sizes),
+                "tracking": algorithm.pack_state(lane.tracking),
+                "goes_dense": lane.choice.dense,
+                "seconds": list(lane.choice.agreed),
+            }
+            for lane in sorted(steps.lanes.values(), key=lambda lane: lane.index)
+        ],
+    }
+
+
+def load_state(steps: StepReducer, saved: Mapping[str, Any]) -> None:
+    """Take over what was saved. Nothing is changed if it does not fit."""
+    try:
+        _check(steps, saved)
+        buckets = [(saved_bucket(entry), entry) for entry in saved["buckets"]]
+        counters = {name: int(saved[name]) for name in ("step", "skipped_steps", "skipped_in_a_row")}
+        memories = {name: dict(saved[name]) for name in _MEMORIES}
+        algorithm = str(saved["algorithm"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this is not a state_dict of oktopk: {error!r}") from error
+    known = algorithm == repr(steps.settings.algorithm)
+    if not known:
+        _log.warning("the checkpoint is of %s: its residuals are kept, its thresholds are not", algorithm)
+    lanes = {}
+    for index, (bucket, entry) in enumerate(buckets):
+        lane = Lane(bucket, -1 - index, torch.empty(0, dtype=torch.int64))  # no place yet: ranks agree on it first
+        lane.tracking = steps.settings.algorithm.unpack_state(entry["tracking"]) if known else None
+        lane.choice.dense, lane.choice.agreed = bool(entry["goes_dense"]), tuple(entry["seconds"])
+        lanes[bucket] = lane
+    for name, value in counters.items():
+        setattr(steps, name, value)
+    steps.reducer.residuals.load_state_dict(memories["residuals"])
+    steps.reducer.velocities.load_state_dict(memories["velocities"])
+    steps.lanes = lanes
+
+
+def saved_bucket(entry: Mapping[str, Any]) -> Bucket:
+    return Bucket(tuple(entry["names"]), tuple(entry["sizes"]))
+
+
+def saved_layout(saved: Mapping[str, Any]) -> tuple[Bucket, ...]:
+    """The buckets that a state_dict was taken with, in their order."""
+    return tuple(saved_bucket(entry) for entry in saved["buckets"])
+
+
+def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
+    if saved["format"] != FORMAT:
+        raise ValueError(f"the state has format {saved['format']!r}, this version of oktopk reads {FORMAT}")
+    rank, world = steps.meter.rank, steps.meter.world
+    if saved["world"] != world:
+        raise ValueError(
+            f"the state was saved by {saved['world']} ranks, now there are {world}: read the states of all of "
+            "them and load oktopk.redistribute(states, rank, world)"
+        )
+    if saved["rank"] != rank:
+        raise ValueError(
+            f"this is the state of rank {saved['rank']}, loaded on rank {rank}: residuals differ, so every rank "
+            "must save and load its own"
+        )
+
+
+def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+    """The state of one of `world` ranks, made from those of all ranks of an earlier run, in any order.
+
+    Each rank gets the mean of the old residuals, so that the sum over ranks, divided by their number, is what
+    it was: Σe'/P' = Σe/P. States are taken one at a time: hand over a generator that reads file after file.
+    """
+    first: dict[str, Any] | None = None
+    sums: dict[str, dict[str, Tensor]] = {name: {} for name in _MEMORIES}
+    seen: set[int] = set()
+    for state in states:
+        first = first or dict(state)
+        if (state["world"], state["step"]) != (first["world"], first["step"]):
+            raise ValueError(
+                f"the states are not of one run: rank {state['rank']} of {state['world']} at step "
+                f"{state['step']}, rank {first['rank']} of {first['world']} at step {first['step']}"
+            )
+        seen.add(state["rank"])
+        for memory in _MEMORIES:
+            for name, part in state[memory].items():
+                total = sums[memory].setdefault(name, torch.zeros(part.shape, dtype=torch.float64))
+                total += part
+    if first is None or seen != set(range(first["world"])):
+        expected = "all ranks" if first is None else f"all {first['world']} ranks"
+        raise ValueError(f"redistribute needs the states of {expected}, got those of {sorted(seen)}")
+    shared = {
+        memory: {name: (total / first["world"]).float() for name, total in parts.items()}
+        for memory, parts in sums.items()
+    }
+    return {
+        **first,
+        **shared,
+        "rank": rank,
+        "world": world,
+        "buckets": [{**entry, "tracking": None} for entry in first["buckets"]],
+    }

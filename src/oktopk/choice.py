@@ -1,0 +1,82 @@
+"""Dense when dense is faster: each bucket keeps the way that the clock prefers, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from .comm import Communicator, gather_json
+
+TRIAL = 8
+"""Sparse steps before the first decision; the first ones compile kernels and evaluate thresholds exactly."""
+RETRIAL = 4
+FIRST_RETEST = 256
+GAIN = 0.97
+"""Sparse must be at least that much faster, or the bucket goes dense: a tie is not worth a residual."""
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """When the ways are tried, in steps of the sparse phase: a first trial, and re-tests at doubling distance.
+
+    `missing` dense steps come first when the warm-up was too short to time them.
+    """
+
+    missing: int = 0
+
+    def window(self, done: int) -> tuple[int, int]:
+        """(steps into the trial that is under way or comes next, its length); negative before it."""
+        first = self.missing
+        if done < first + TRIAL:
+            return done - first, TRIAL
+        start = FIRST_RETEST
+        while done >= start + RETRIAL:
+            start *= 2
+        return done - start, RETRIAL
+
+    def decides(self, done: int) -> bool:
+        """Whether the step is the last one of a trial."""
+        into, length = self.window(done)
+        return into == length - 1
+
+
+@dataclass
+class Choice:
+    """What is known of one bucket."""
+
+    dense: bool = False
+    times: dict[bool, deque[float]] = field(
+        default_factory=lambda: {True: deque(maxlen=16), False: deque(maxlen=5)}
+    )
+    """Seconds of the last dense (True) and sparse (False) reductions."""
+    agreed: tuple[float, float] = (0.0, 0.0)
+    """(dense, sparse) seconds, the mean over ranks, that the last decision was made with."""
+
+    def goes_dense(self, done: int, calendar: Calendar) -> bool:
+        """The way of this step: the one under trial, or the better one."""
+        into, length = calendar.window(done)
+        if length == TRIAL:
+            return into < 0
+        return self.dense if into < 0 else not self.dense
+
+    def note(self, dense: bool, seconds: float) -> None:
+        self.times[dense].append(seconds)
+
+    def medians(self) -> tuple[float, float]:
+        return median(self.times[True] or [0.0]), median(self.times[False] or [0.0])
+
+    def start_trial(self, dense: bool) -> None:
+        """Forget old figures of the way that is tried anew."""
+        self.times[dense].clear()
+
+
+def decide(comm: Communicator, choices: Sequence[Choice]) -> None:
+    """All ranks share what they measured, and take the same decision for every bucket."""
+    reports = gather_json(comm, [choice.medians() for choice in choices], "dense or sparse")
+    for index, choice in enumerate(choices):
+        dense = sum(report[index][0] for report in reports) / comm.world
+        sparse = sum(report[index][1] for report in reports) / comm.world
+        choice.agreed = dense, sparse
+        choice.dense = dense > 0 and sparse > GAIN * dense

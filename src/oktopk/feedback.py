@@ -1,0 +1,57 @@
+"""Memory that stays with the parameters from step to step: residuals, and velocities for momentum correction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .layout import Bucket
+
+
+class Feedback:
+    """One fp32 number per entry, zero at first, flat by bucket and known by parameter name.
+
+    When parameters move to other buckets (DDP rebuilds its buckets after the first step), what they have comes
+    along. Memory is taken when it is first needed.
+    """
+
+    def __init__(self) -> None:
+        self._flat: dict[Bucket, Tensor] = {}
+        self._by_name: dict[str, Tensor] = {}
+
+    def peek(self, bucket: Bucket) -> Tensor | None:
+        """The memory of a bucket if any of it has ever been used."""
+        if bucket in self._flat or any(name in self._by_name for name in bucket.names):
+            return self.flat(bucket)
+        return None
+
+    def flat(self, bucket: Bucket, device: torch.device | None = None) -> Tensor:
+        """The memory of a bucket."""
+        if bucket not in self._flat:
+            self._lay_out(bucket, device)
+        return self._flat[bucket]
+
+    def _lay_out(self, bucket: Bucket, device: torch.device | None) -> None:
+        known = [self._by_name[name] for name in bucket.names if name in self._by_name]
+        if device is None and known:
+            device = known[0].device
+        flat = torch.zeros(bucket.size, dtype=torch.float32, device=device)
+        for name, place in bucket.places.items():
+            if name in self._by_name:
+                flat[place].copy_(self._by_name[name])
+            self._by_name[name] = flat[place]
+        moved = set(bucket.names)
+        self._flat = {old: memory for old, memory in self._flat.items() if moved.isdisjoint(old.names)}
+        self._flat[bucket] = flat
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: part.clone() for name, part in self._by_name.items()}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+        self._flat = {}
+        self._by_name = {
+            name: part.detach().to(device=device, dtype=torch.float32, copy=True).flatten()
+            for name, part in saved.items()
+        }

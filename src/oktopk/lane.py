@@ -1,0 +1,242 @@
+"""One bucket in one step: reduced dense or sparse, then handed out, or put back if the step is lost."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .account import Account, lateness
+from .accumulator import Accumulator
+from .algorithms import Dense
+from .channel import Channel
+from .choice import Choice
+from .comm import Metered
+from .feedback import Feedback
+from .kernels import backend
+from .layout import Bucket
+from .metrics import DENSE, SPARSE, ReductionEvent, Volume
+from .reducer import reduce_step
+from .selection import target_count
+from .settings import Settings
+from .sparse import SparseVector
+from .wire import VALUE_CODES
+
+_log = logging.getLogger(__name__)
+
+_SMALL = 1 << 20
+_NORM_EVERY = 16
+"""The norm of a residual is another pass over memory: large ones are measured on some steps only."""
+
+Inspect = Callable[[Tensor], None]
+
+
+@dataclass
+class Lane:
+    """What one bucket has: its place in the order, what its algorithm remembers, and the better way to go."""
+
+    bucket: Bucket
+    index: int
+    always_dense: Tensor
+    """Entries of parameters that never go sparse."""
+    tracking: Any = None
+    choice: Choice = field(default_factory=Choice)
+    residual_norm: float = 0.0
+    warned: bool = False
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A bucket that has been reduced in this step, and how to take that back."""
+
+    lane: Lane
+    grad: Tensor
+    """The caller's memory, where the result goes."""
+    work: Tensor
+    """The result; float32, or the same memory."""
+    scale: float | None
+    event: ReductionEvent
+    leaving: Sequence[SparseVector] = ()
+    dense_entries: Tensor | slice | None = None
+    """Entries that went dense; their mean is in `work`."""
+    masked: tuple[Tensor, Tensor] | None = None
+    """Entries of the velocity that were cleared, and what they were."""
+
+
+class LaneReducer:
+    """Everything that is done to one bucket. Residuals and velocities of all buckets live here."""
+
+    def __init__(self, settings: Settings, meter: Metered) -> None:
+        self.settings, self.meter = settings, meter
+        self.residuals = Feedback()
+        self.velocities = Feedback()
+        self._blocked = 0.0
+
+    def dense(self, lane: Lane, grad: Tensor, scale: float | None, step: int, inspect: Inspect) -> Settled:
+        account = Account(self.meter, step, lane.index, lane.bucket.size)
+        residual = self.residuals.peek(lane.bucket)  # if sparse steps, or lost ones, have left something
+        plain = residual is None and scale is None and not self.settings.momentum
+        work = grad if plain else _unscaled(grad, scale)
+        channel = Channel(self.meter, lane.bucket.size, stopwatch=account.watch)
+        reduction, _ = reduce_step(Dense(), channel, Accumulator(work, residual), lane.bucket.size, None, inspect)
+        self._blocked = account.exchange
+        lane.residual_norm = 0.0
+        event = account.close(
+            DENSE, "dense", Volume(lane.bucket.size, lane.bucket.size, grad.nbytes), local_count=lane.bucket.size
+        )
+        return Settled(lane, grad, work, scale, event, dense_entries=None if reduction.skipped else slice(None))
+
+    def sparse(
+        self, lane: Lane, grad: Tensor, scale: float | None, density: float, step: int, inspect: Inspect
+    ) -> Settled:
+        bucket, excluded = lane.bucket, lane.always_dense
+        account = Account(self.meter, step, lane.index, bucket.size)
+        work = _unscaled(grad, scale)
+        residual = self.residuals.flat(bucket, work.device)
+        velocity = self._next_velocity(bucket, work)
+        channel = Channel(
+            self.meter, bucket.size, step=step, bucket=lane.index, values=VALUE_CODES[self.settings.values],
+            device=work.device, stopwatch=account.watch, blocked_before=self._blocked,
+        )  # fmt: skip
+        kept, dense_mean = self._reduce_excluded(excluded, work, residual)
+        k = target_count(bucket.size - excluded.numel(), density)
+        reduction, found = reduce_step(
+            self.settings.algorithm, channel, Accumulator(work, residual), k, lane.tracking, inspect
+        )
+        lane.tracking = reduction.state
+        masked = None
+        if reduction.skipped:
+            residual[excluded] = kept
+        else:
+            work[excluded] = dense_mean
+            masked = self._keep_velocity(bucket, velocity, reduction.leaving)
+            self._check_band(lane, reduction.local_count, k, step)
+        self._blocked = account.exchange
+        event = account.close(
+            SPARSE, self.settings.algorithm.name,
+            Volume.of(bucket.size - excluded.numel(), found) + Volume.of(excluded.numel(), None),
+            lateness(channel, account.exchange),
+            target_count=k + excluded.numel(),
+            local_count=reduction.local_count + excluded.numel(),
+            threshold=reduction.threshold,
+            global_threshold=reduction.global_threshold,
+            exact=reduction.exact,
+            residual_norm=self._measure(lane, residual, step),
+        )  # fmt: skip
+        settled_dense = None if reduction.skipped else excluded
+        return Settled(lane, grad, work, scale, event, reduction.leaving, settled_dense, masked)
+
+    def untouched(self, lane: Lane, grad: Tensor, scale: float | None, phase: str, step: int) -> Settled:
+        """A bucket that comes after the one that was not finite: nothing is sent and nothing changes."""
+        name = "dense" if phase == DENSE else self.settings.algorithm.name
+        account = Account(self.meter, step, lane.index, lane.bucket.size)
+        volume = Volume.of(lane.bucket.size, None if phase == DENSE else 0)
+        return Settled(
+            lane, grad, grad, scale, account.close(phase, name, volume, residual_norm=lane.residual_norm)
+        )
+
+    def _reduce_excluded(self, entries: Tensor, work: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Reduce the always dense entries, and clear them so that no selection finds them.
+
+        Returns what the residual had there, and the mean. A mean that is not finite is so on all ranks: it stays
+        in `work`, where each of them will find it.
+        """
+        kept = residual[entries]
+        mean = (work[entries] + kept).mul_(1.0 / self.meter.world)
+        if entries.numel():
+            if self.meter.world > 1:
+                self.meter.all_reduce_(mean, "always dense")
+            residual[entries] = 0.0
+            work[entries] = torch.where(mean.isfinite(), 0.0, mean)
+        return kept, mean
+
+    # Momentum correction: what is accumulated is not the gradient but a velocity of this rank's own.
+
+    def _next_velocity(self, bucket: Bucket, work: Tensor) -> Tensor | None:
+        """The velocity after this step, which `work` holds then; it is kept only if the step is not lost."""
+        if not self.settings.momentum:
+            return None
+        velocity = self.velocities.flat(bucket, work.device).mul(self.settings.momentum).add_(work)
+        work.copy_(velocity)
+        return velocity
+
+    def _keep_velocity(
+        self, bucket: Bucket, velocity: Tensor | None, leaving: Sequence[SparseVector]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Factor masking: the velocity of an entry that has left starts anew."""
+        if velocity is None:
+            return None
+        kept = self.velocities.flat(bucket)
+        kept.copy_(velocity)
+        left = leaving[0].indices.long() if leaving else torch.empty(0, dtype=torch.int64)
+        masked = left, kept[left]
+        kept[left] = 0.0
+        return masked
+
+    # The end of the step.
+
+    def hand_out(self, settled: Settled) -> None:
+        """Finish the result and put it into the caller's memory."""
+        work, grad = settled.work, settled.grad
+        if self.settings.momentum and settled.dense_entries is not None:
+            entries = settled.dense_entries
+            velocity = self.velocities.flat(settled.lane.bucket, work.device)
+            velocity[entries] = self.settings.momentum * velocity[entries] + work[entries]
+            work[entries] = velocity[entries]
+        if work is grad:
+            return
+        if settled.scale is not None:
+            work.mul_(settled.scale)
+        if grad.dtype.itemsize >= work.dtype.itemsize:
+            grad.copy_(work)
+            return
+        largest = torch.finfo(grad.dtype).max
+        grad.copy_(work.clamp(-largest, largest))
+        residual = self.residuals.peek(settled.lane.bucket)
+        if residual is not None and self.meter.rank == 0:  # what the type cannot hold stays with rank 0
+            residual.add_((work - grad).div_(settled.scale or 1.0), alpha=self.meter.world)
+
+    def put_back(self, settled: Settled) -> None:
+        """As if the bucket had sent nothing: its gradient stays in the residual, and the result is empty."""
+        bucket, entries = settled.lane.bucket, settled.dense_entries
+        if settled.leaving or entries is not None:
+            residual = self.residuals.flat(bucket, settled.work.device)
+            for part in settled.leaving:
+                backend(residual).scatter_add_(residual, part.indices, part.values)
+            if entries is not None:  # each rank takes its share of the sum, so that no mass is lost
+                residual[entries] += settled.work[entries].float()
+        if settled.masked is not None:
+            masked, values = settled.masked
+            self.velocities.flat(bucket)[masked] = values
+        # A GradScaler must see that something was wrong; everybody else gets nothing to apply.
+        settled.grad.fill_(0.0 if settled.scale is None else math.nan)
+
+    # What to tell.
+
+    def _measure(self, lane: Lane, residual: Tensor, step: int) -> float:
+        if lane.bucket.size <= _SMALL or step % _NORM_EVERY == 0:
+            lane.residual_norm = float(torch.linalg.vector_norm(residual))
+        return lane.residual_norm
+
+    def _check_band(self, lane: Lane, count: int, k: int, step: int) -> None:
+        low, high = self.settings.algorithm.band
+        if low * k <= count <= high * k or lane.warned:
+            return
+        lane.warned = True
+        _log.warning(
+            "step %d: rank %d sent %.3g %% of bucket %d where %.3g %% was asked for%s",
+            step, self.meter.rank, 100 * count / lane.bucket.size, lane.index, 100 * k / lane.bucket.size,
+            " (fewer entries are not zero)" if count < k else "",
+        )  # fmt: skip
+
+
+def _unscaled(grad: Tensor, scale: float | None) -> Tensor:
+    """The gradient in float32 and in its own units, in memory that may be written to."""
+    if scale is None:
+        return grad.to(torch.float32)
+    return grad.to(torch.float32, copy=True).mul_(1.0 / scale)

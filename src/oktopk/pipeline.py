@@ -1,0 +1,222 @@
+"""Steps in the background: what all front ends are made of."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .checkpoint import load_state, save_state
+from .comm import Communicator
+from .layout import Bucket
+from .metrics import SPARSE, MetricsSink, StepEvent
+from .settings import Settings
+from .sinks import TrainerLists
+from .steps import StepReducer
+from .worker import Job, Worker
+
+_log = logging.getLogger(__name__)
+Self = TypeVar("Self", bound="Pipeline")
+
+
+class Scaler(Protocol):
+    """torch.amp.GradScaler, as far as it is needed here."""
+
+    def get_scale(self) -> float: ...
+
+
+class Pipeline:
+    """One FIFO worker thread with a communicator of its own, and the reducer it drives.
+
+    submit() hands over a bucket and returns at once; finish() waits for all buckets of the step. After an error
+    every call raises it, on every rank: a rank that fails tells the others, or they meet their timeout.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        comm: Communicator,
+        *,
+        owns_comm: bool,
+        trainer: Any = None,
+        grad_scaler: Scaler | None = None,
+        sinks: Iterable[MetricsSink] = (),
+    ) -> None:
+        self.settings = settings
+        self._comm, self._owns_comm = comm, owns_comm
+        self._steps = StepReducer(settings, comm, sinks)
+        steps = self._steps  # the worker must not keep this object alive
+
+        def give_up(error: BaseException) -> None:
+            steps.abandon()
+            comm.fail(error)
+
+        self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up)
+        self._scaler = grad_scaler
+        self._first_handed: float | None = None
+        self._last_handed = 0.0
+        if trainer is None:
+            _log.debug("no trainer is linked: its lists of metrics are not filled")
+        else:
+            self.set_trainer(trainer)
+
+    # The step.
+
+    def submit(self, bucket: Bucket, grad: Tensor) -> None:
+        """Reduce a flat gradient in the background. Its memory belongs to the worker until finish()."""
+        steps, scale = self._steps, self._scale()
+        self._hand_over(lambda: steps.reduce(bucket, grad, scale))
+
+    def _scale(self) -> float | None:
+        return None if self._scaler is None else float(self._scaler.get_scale())
+
+    def clip_factor(self, grads: Iterable[Tensor]) -> float:
+        """What norm_clip asks to multiply these gradients with, the whole of this rank's."""
+        if self.settings.norm_clip is None:
+            return 1.0
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) / (self._scale() or 1.0) if norms else 0.0
+        return self.settings.norm_clip / norm if norm > self.settings.norm_clip else 1.0
+
+    def _hand_over(self, job: Job) -> None:
+        self._last_handed = time.perf_counter()
+        if self._first_handed is None:
+            self._first_handed = self._last_handed
+        self._worker.submit(job)
+
+    def finish(self) -> StepEvent:
+        """Wait until all buckets are reduced; then either all results are in place, or the step is skipped."""
+        if self._first_handed is None:
+            raise RuntimeError("finish() without a submitted bucket")
+        steps, start, handed_over = self._steps, self._first_handed, self._last_handed
+        self._first_handed = None
+
+        def settle() -> None:
+            steps.finish(start, handed_over)
+
+        self._worker.submit(settle)
+        self._worker.wait()
+        assert steps.last is not None
+        return steps.last
+
+    def run(self, job: Callable[[Communicator], None]) -> None:
+        """Let the worker communicate about something else, after what it has to do, and wait for it."""
+        comm = self._steps.meter
+        self._worker.submit(lambda: job(comm))
+        self._worker.wait()
+
+    def drain(self) -> None:
+        """Wait for the worker to be done with what it has."""
+        self._worker.wait()
+
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world(self) -> int:
+        return self._comm.world
+
+    @property
+    def step(self) -> int:
+        """How many steps have been reduced."""
+        return self._steps.step
+
+    @property
+    def last(self) -> StepEvent | None:
+        """What happened in the last step."""
+        return self._steps.last
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped because something was not finite."""
+        return self._steps.last is not None and self._steps.last.skipped
+
+    # Metrics.
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Fill trainer.sparsities, .compression_ratios, .communication_sizes from now on: one entry per step."""
+        self.add_sink(TrainerLists(trainer))
+
+    def add_sink(self, sink: MetricsSink) -> None:
+        """Tell one more sink about every step from now on."""
+        self.drain()
+        self._steps.sinks.append(sink)
+
+    def stats(self) -> dict[str, float]:
+        """The present state in figures, for loggers."""
+        self.drain()
+        steps, last = self._steps, self._steps.last
+        figures = {
+            "step": float(steps.step),
+            "skipped_steps": float(steps.skipped_steps),
+            "skipped_in_a_row": float(steps.skipped_in_a_row),
+        }
+        if last is not None:
+            figures |= {
+                "sparse": float(last.phase == SPARSE),
+                "target_density": last.target_density,
+                "local_density": last.local_density,
+                "global_density": last.global_density,
+                "compression_ratio": last.volume.ratio,
+                "payload_bytes": float(last.volume.payload_bytes),
+                "sent_bytes": float(last.wire.sent_bytes),
+                "received_bytes": float(last.wire.received_bytes),
+                "residual_norm": last.residual_norm,
+                "reduce_seconds": last.seconds.total,
+                "exposed_seconds": last.exposed,
+                "hidden_share": last.hidden_share,
+            }
+        for lane in steps.lanes.values() if self.settings.auto else ():
+            dense, sparse = lane.choice.agreed
+            figures |= {
+                f"bucket{lane.index}/goes_dense": float(lane.choice.dense),
+                f"bucket{lane.index}/dense_seconds": dense,
+                f"bucket{lane.index}/sparse_seconds": sparse,
+            }
+        return figures
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank must keep, as tensors and primitives: every rank saves its own."""
+        self.drain()
+        return save_state(self._steps)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where this rank's state_dict() was taken."""
+        self.drain()
+        load_state(self._steps, saved)
+
+    # Optimizers and lifetime.
+
+    def check_momentum(self, optimizer: Optimizer) -> None:
+        if self.settings.momentum and any(
+            group.get("momentum") or group.get("betas") for group in optimizer.param_groups
+        ):
+            raise ValueError(
+                f"momentum correction (momentum={self.settings.momentum}) replaces the optimizer's own momentum: "
+                f"set that of {type(optimizer).__name__} to 0, or take plain SGD"
+            )
+
+    def close(self) -> None:
+        """End the worker thread and its connections, and close the sinks. Twice is fine."""
+        self._worker.close()
+        if self._owns_comm:
+            self._comm.close()
+        for sink in self._steps.sinks:
+            sink.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

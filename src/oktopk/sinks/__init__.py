@@ -1,0 +1,23 @@
+"""Where events go: memory, JSONL, CSV, TensorBoard, the trainer's three lists, a trace for Perfetto."""
+
+from .base import Sink
+from .csvfile import CSVSink
+from .flat import flat_reduction, flat_step
+from .jsonl import JSONLSink
+from .memory import MemorySink
+from .tensorboard import TensorBoardSink
+from .trace import TraceSink, merge_traces
+from .trainer import TrainerLists
+
+__all__ = [
+    "CSVSink",
+    "JSONLSink",
+    "MemorySink",
+    "Sink",
+    "TensorBoardSink",
+    "TraceSink",
+    "TrainerLists",
+    "flat_reduction",
+    "flat_step",
+    "merge_traces",
+]

@@ -1,0 +1,103 @@
+"""One thread that does jobs in the order they come in, and whose errors are raised where one waits for it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+Job = Callable[[], None]
+
+_CHECK_SECONDS = 1.0
+_FAREWELL_SECONDS = 5.0
+
+
+class _Shared:
+    """What the thread knows. It does not know the Worker, so that a forgotten Worker can end it."""
+
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self.changed = threading.Condition()
+        self.jobs: deque[Job] = deque()
+        self.busy = False
+        self.closed = False
+        self.error: BaseException | None = None
+        self.on_error = on_error
+
+    def run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.jobs or self.closed)
+                if not self.jobs:
+                    return
+                job = self.jobs.popleft()
+                self.busy = True
+            error = self._do(job)
+            del job  # and what it holds
+            with self.changed:
+                self.busy = False
+                if error is not None:
+                    self.error = error
+                    self.jobs.clear()
+                self.changed.notify_all()
+
+    def _do(self, job: Job) -> BaseException | None:
+        """The error of a job, to be raised by whoever waits for it."""
+        try:
+            job()
+        except BaseException as error:
+            try:
+                self.on_error(error)
+            except BaseException as second:  # has the first one as its context
+                return second
+            return error
+        return None
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+class Worker:
+    """Starts its thread with the first job. After an error it takes no more: each call raises that error."""
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+        self._name = name
+        self._shared = _Shared(on_error)
+        self._thread: threading.Thread | None = None
+        self._finalizer = weakref.finalize(self, self._shared.close)
+
+    def submit(self, job: Job) -> None:
+        self._raise()
+        if self._shared.closed:
+            raise RuntimeError(f"{self._name} is closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._shared.run, name=self._name, daemon=True)
+            self._thread.start()
+        with self._shared.changed:
+            self._shared.jobs.append(job)
+            self._shared.changed.notify_all()
+
+    def wait(self) -> None:
+        """Until all jobs are done. They are bounded by the timeouts of what they wait for themselves."""
+        shared = self._shared
+        with shared.changed:
+            while (shared.jobs or shared.busy) and shared.error is None:
+                if not shared.changed.wait(_CHECK_SECONDS) and not self.alive:
+                    raise RuntimeError(f"{self._name} has ended without finishing its work")
+        self._raise()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Finish the jobs that are there and end the thread. An error that nobody has seen is not raised."""
+        self._finalizer()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_FAREWELL_SECONDS)
+
+    def _raise(self) -> None:
+        if self._shared.error is not None:
+            raise self._shared.error

@@ -1,0 +1,602 @@
+"""The lab: its hosts are alone with each other, its links are as slow as they say, and it always goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import worlds
+
+from oktopk.tools import lab as module
+from oktopk.tools.lab import JobFailed, JobTimeout, Lab, LabError, lab_problem, main, parse_rate
+
+SPACES = Path("/var/run/netns")
+BURST = 128 * 1024
+MEGABYTES_4 = 4 * 2**20
+needs_lab = pytest.mark.usefixtures("buildable")
+
+
+@pytest.fixture(scope="module")
+def buildable() -> None:
+    if problem := lab_problem():
+        pytest.skip(problem)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Every test of this file leaves the machine as it was."""
+    before = machine_interfaces()
+    yield
+    assert spaces_of(os.getpid()) == []
+    assert machine_interfaces() == before
+    assert module._on_signal not in map(signal.getsignal, signal.valid_signals())
+
+
+def machine_interfaces() -> list[str]:
+    return sorted(os.listdir("/sys/class/net")) if Path("/sys/class/net").exists() else []
+
+
+def spaces_of(owner: int) -> list[str]:
+    names = os.listdir(SPACES) if SPACES.exists() else []
+    return sorted(name for name in names if name.startswith(f"oktopk-{owner}-"))
+
+
+def inodes(names: list[str]) -> set[int]:
+    return {(SPACES / name).stat().st_ino for name in names}
+
+
+def processes_in(spaces: set[int]) -> list[int]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}/ns/net").st_ino in spaces:
+                found.append(int(pid))
+    return found
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
+
+
+PRELUDE = """
+import os, socket, subprocess, sys, time
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def address(host): return f"10.77.0.{host + 1}"
+def listen(port=4000): return socket.create_server((address(rank), port), backlog=world)
+def connect(host, port=4000, seconds=20):
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection((address(host), port), timeout=seconds)
+        except OSError:
+            if time.monotonic() > end: raise
+            time.sleep(0.01)
+def until(path, seconds=30):
+    end = time.monotonic() + seconds
+    while not os.path.exists(path):
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+def read(peer, count):
+    peer.settimeout(30)
+    while count:
+        data = peer.recv(min(count, 2**20))
+        assert data
+        count -= len(data)
+"""
+
+
+# What it is.
+
+
+@pytest.mark.parametrize(
+    "rate", ["", "fast", "1", "-1gbit", "0gbit", "1 gbit", "1gbps", "999gbit", "1gbit; ls", 5]
+)
+def test_a_rate_that_is_none(rate: str) -> None:
+    with pytest.raises(ValueError, match="rate must be None or like '100mbit' or '1gbit'"):
+        Lab(2, rate)
+
+
+@pytest.mark.parametrize("hosts", [0, -1, 255])
+def test_a_number_of_hosts_that_is_none(hosts: int) -> None:
+    with pytest.raises(ValueError, match=rf"hosts must be in 1..254, got {hosts}"):
+        Lab(hosts)
+
+
+@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 10**8), ("1gbit", 10**9), ("64kbit", 64_000)])
+def test_rates_are_decimal(rate: str, bits: int) -> None:
+    assert parse_rate(rate) == bits
+
+
+@needs_lab
+def test_hosts_reach_each_other_and_nothing_else() -> None:
+    job = """
+        import errno
+        server = listen()
+        peers = [connect(host) for host in range(world) if host != rank]
+        for _ in peers: server.accept()
+        assert sorted(name for _, name in socket.if_nameindex()) == ["eth0", "lo"]
+        routes = [line.split()[1:3] for line in open("/proc/net/route").readlines()[1:]]
+        assert routes == [["00004D0A", "00000000"]]  # 10.77.0.0, no gateway
+        try:
+            socket.create_connection(("192.0.2.1", 80), timeout=5)
+        except OSError as error:
+            print(errno.errorcode[error.errno])
+    """
+    before = machine_interfaces()
+    with Lab(hosts=4) as lab:
+        assert machine_interfaces() == before
+        results = lab.run(python(job), timeout=30)
+    assert [(r.rank, r.code, r.stdout) for r in results] == [(rank, 0, "ENETUNREACH\n") for rank in range(4)]
+
+
+@needs_lab
+def test_gloo_works_without_further_settings() -> None:
+    job = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+        x = torch.full((1000,), float(rank + 1))
+        dist.all_reduce(x)
+        print(x.sum().item(), os.environ["OMP_NUM_THREADS"], os.environ["LOCAL_RANK"], torch.get_num_threads())
+        dist.destroy_process_group()
+    """
+    with Lab(hosts=3) as lab:
+        results = lab.run(python(job), timeout=60, env={"OMP_NUM_THREADS": "2"})
+        sent = [host.sent_bytes for host in lab.counters()]
+    assert [r.stdout for r in results] == ["6000.0 2 0 2\n"] * 3
+    assert min(sent) > 4000
+
+
+@needs_lab
+def test_what_the_job_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lab's own names win; a launcher around the owner must not confuse the ranks."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "example.invalid")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    job = """
+        names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR GLOO_SOCKET_IFNAME OMP_NUM_THREADS COLOUR".split()
+        print(*[os.environ[name] for name in names], "TORCHELASTIC_USE_AGENT_STORE" in os.environ)
+    """
+    with Lab(hosts=2) as lab:
+        results = lab.run(python(job), timeout=20, env={"COLOUR": "blue", "RANK": "77"})
+    assert [r.stdout for r in results] == [f"{rank} 2 0 10.77.0.1 eth0 1 blue False\n" for rank in range(2)]
+
+
+# The links.
+
+TRANSFER = """
+    # Rank 0 sends to the others ("out"), or they to it ("in"). It prints the time at which all was there.
+    way, folder, size, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    server = listen() if rank == 0 else None
+    peers = [server.accept()[0] for _ in range(world - 1)] if rank == 0 else [connect(0)]
+    for number in range(rounds):
+        if rank == 0: open(f"{folder}/ready{number}", "w").close()
+        until(f"{folder}/go{number}")
+        if (way == "out") == (rank == 0):
+            import threading
+            threads = [threading.Thread(target=peer.sendall, args=(bytes(size),)) for peer in peers]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join(60)
+        else:
+            for peer in peers: read(peer, size)
+        if way == "out":  # one byte back says so
+            for peer in peers: read(peer, 1) if rank == 0 else peer.sendall(b"x")
+        if rank == 0: print(time.monotonic())
+"""
+
+
+def transfer(lab: Lab, way: str, folder: Path, rates: list[str | None]) -> list[float]:
+    """Seconds for 4 MB between rank 0 and each of the others, at one rate after the other."""
+    job = lab.start([*python(TRANSFER), way, str(folder), str(MEGABYTES_4), str(len(rates))])
+    starts = []
+    for number, rate in enumerate(rates):
+        assert worlds.wait_until((folder / f"ready{number}").exists, 20)
+        lab.set_rate(rate)
+        starts.append(time.monotonic())
+        (folder / f"go{number}").touch()
+    ends = map(float, job.wait(timeout=60)[0].stdout.split())
+    return [end - start for start, end in zip(starts, ends, strict=True)]
+
+
+@needs_lab
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_no_link_is_faster_than_its_rate(way: str, tmp_path: Path) -> None:
+    """Bytes through a bucket in t seconds: at most burst + rate · t. Rank 0 sends, or receives, to or from two."""
+    rates: list[str | None] = [None, "100mbit", "40mbit", None]
+    with Lab(hosts=3, rate="1gbit") as lab:
+        seconds = transfer(lab, way, tmp_path, rates)
+        hub, *others = lab.counters()
+        assert disciplines(lab) == {"noqueue"}
+    for took, rate in zip(seconds, rates, strict=True):
+        if rate is not None:
+            assert took >= (2 * MEGABYTES_4 - BURST) * 8 / parse_rate(rate), (way, rate)
+    moved = hub.sent_bytes if way == "out" else hub.received_bytes
+    assert moved >= 2 * MEGABYTES_4 * len(rates)
+    for other in others:
+        assert (other.received_bytes if way == "out" else other.sent_bytes) >= MEGABYTES_4 * len(rates)
+
+
+def disciplines(lab: Lab) -> set[str]:
+    kinds = set()
+    for name in spaces_of(os.getpid()):
+        answer = subprocess.run(
+            ["ip", "netns", "exec", name, "tc", "-j", "qdisc"], capture_output=True, check=True
+        )
+        kinds |= {qdisc["kind"] for qdisc in json.loads(answer.stdout) if qdisc["dev"] not in ("lo", "br0")}
+    return kinds
+
+
+@needs_lab
+def test_a_rate_is_set_on_both_ends_of_every_link() -> None:
+    with Lab(hosts=2, rate="10mbit") as lab:
+        assert disciplines(lab) == {"tbf"}
+        with pytest.raises(ValueError, match="rate must be None or like"):
+            lab.set_rate("slow")
+        assert lab.rate == "10mbit"
+
+
+@needs_lab
+def test_what_one_host_sends_the_other_receives() -> None:
+    job = """
+        if rank == 0:
+            read(listen().accept()[0], 100_000)
+        else:
+            connect(0).sendall(bytes(100_000))
+    """
+    with Lab(hosts=2) as lab:
+        assert {(c.sent_bytes, c.received_bytes) for c in lab.counters()} == {(0, 0)}
+        lab.run(python(job), timeout=20)
+        a, b = lab.counters()
+    assert (a.sent_bytes, a.sent_packets) == (b.received_bytes, b.received_packets)
+    assert (b.sent_bytes, b.sent_packets) == (a.received_bytes, a.received_packets)
+    assert 100_000 < b.sent_bytes < 120_000
+    assert 0 < a.sent_packets < 1000
+
+
+@needs_lab
+def test_a_link_goes_down_and_comes_back(tmp_path: Path) -> None:
+    job = """
+        folder, seconds = sys.argv[1], float(sys.argv[2])
+        def meet(place):
+            open(f"{folder}/{place}{rank}", "w").close()
+            for host in range(world): until(f"{folder}/{place}{host}")
+        reached, server = [], listen()
+        meet("listening")
+        for host in range(world):
+            try:
+                connect(host, seconds=seconds)
+                reached.append(host)
+            except OSError:
+                pass
+        meet("done")
+        print(*reached)
+    """
+    with Lab(hosts=3) as lab:
+        for name, up, seconds, seen in (
+            ("down", False, 0.5, ["0 2", "1", "0 2"]),
+            ("up", True, 20, ["0 1 2"] * 3),
+        ):
+            (tmp_path / name).mkdir()
+            lab.set_link(1, up=up)
+            results = lab.run([*python(job), str(tmp_path / name), str(seconds)], timeout=60)
+            assert [r.stdout.strip() for r in results] == seen, name
+        with pytest.raises(ValueError, match=r"host must be in 0..2, got 3"):
+            lab.set_link(3, up=False)
+
+
+@needs_lab
+def test_two_labs_side_by_side_do_not_see_each_other() -> None:
+    job = """
+        server = listen()
+        if rank == 0:
+            for _ in range(world - 1):
+                server.accept()[0].sendall(sys.argv[1].encode())
+        else:
+            print(connect(0).recv(10).decode())
+    """
+    with Lab(hosts=2) as one, Lab(hosts=3) as two:
+        assert len(spaces_of(os.getpid())) == 3 + 4
+        jobs = [one.start([*python(job), "red"]), two.start([*python(job), "blue"])]
+        red, blue = (job.wait(20) for job in jobs)
+        with pytest.raises(LabError, match="this lab is built already"), one:
+            pass
+        two.run(["true"], timeout=10)
+        one.close()
+        assert len(spaces_of(os.getpid())) == 4
+        two.run(["true"], timeout=10)
+    assert [r.stdout for r in red] == ["", "red\n"]
+    assert [r.stdout for r in blue] == ["", "blue\n", "blue\n"]
+
+
+# Jobs that go wrong.
+
+STUBBORN = """
+    import signal
+    # A child in a session of its own, and nobody listens to SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+    print("here", flush=True)
+"""
+
+
+@needs_lab
+def test_a_failing_rank_ends_the_others_and_is_named() -> None:
+    job = textwrap.dedent(STUBBORN) + "if rank == 1: sys.exit('disk on fire')\ntime.sleep(300)\n"
+    with Lab(hosts=3) as lab:
+        inside = inodes(spaces_of(os.getpid()))
+        with pytest.raises(
+            JobFailed, match=r"^rank 1 ended with exit code 1; its last output:\nhere\ndisk on fire$"
+        ) as e:
+            lab.run(python(job), timeout=600, grace=0.5)
+        assert not isinstance(e.value, TimeoutError)
+        assert [r.code for r in e.value.results] == [-9, 1, -9]
+        assert [r.stdout for r in e.value.results] == ["here\n"] * 3
+        assert processes_in(inside) == []
+        assert [r.code for r in lab.run(["true"], timeout=10)] == [0, 0, 0]  # the lab is as good as before
+
+
+@needs_lab
+def test_the_others_have_time_to_say_what_they_saw() -> None:
+    job = """
+        if rank == 0:
+            peer = listen().accept()[0]
+            os.kill(os.getpid(), 9)
+        connect(0).recv(1)
+        time.sleep(0.3)
+        print("rank 0 is gone")
+        sys.exit(4)
+    """
+    with Lab(hosts=2) as lab, pytest.raises(JobFailed, match=r"^rank 0 ended with signal 9; .*\nnothing$") as e:
+        lab.run(python(job), timeout=60, grace=20)
+    assert [(r.code, r.stdout) for r in e.value.results] == [(-9, ""), (4, "rank 0 is gone\n")]
+
+
+@needs_lab
+def test_a_command_that_does_not_exist() -> None:
+    with (
+        Lab(hosts=1) as lab,
+        pytest.raises(JobFailed, match=r"rank 0 ended with exit code .*\n.*no-such-thing"),
+    ):
+        lab.run(["no-such-thing"], timeout=10)
+
+
+@needs_lab
+def test_a_job_that_is_late() -> None:
+    job = textwrap.dedent(STUBBORN) + "if rank: time.sleep(300)\n"
+    with Lab(hosts=3) as lab:
+        inside = inodes(spaces_of(os.getpid()))
+        with pytest.raises(
+            JobTimeout, match=r"not done within 1 s: rank 1, 2, ended now\nrank 1 (.|\n)*here"
+        ) as e:
+            lab.run(python(job), timeout=1)
+        assert isinstance(e.value, TimeoutError)
+        assert [r.code for r in e.value.results] == [0, -9, -9]
+        assert processes_in(inside) == []
+
+
+@needs_lab
+def test_a_good_job_leaves_no_children() -> None:
+    with Lab(hosts=2) as lab:
+        inside = inodes(spaces_of(os.getpid()))
+        lab.run(python(STUBBORN), timeout=20)
+        assert processes_in(inside) == []
+
+
+@needs_lab
+def test_rank_0_is_heard_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = """
+        print("héllo from", rank)
+        print("oops", file=sys.stderr)
+        until(sys.argv[1])
+    """
+    heard = []
+
+    def listen_in() -> bool:
+        heard.append(capsys.readouterr())
+        return "héllo from 0" in "".join(h.out for h in heard)
+
+    with Lab(hosts=2) as lab:
+        running = lab.start([*python(job), str(tmp_path / "go")], stream=True)
+        with pytest.raises(LabError, match="one job at a time"):
+            lab.start(["true"])
+        assert worlds.wait_until(lambda: running._show() or listen_in(), 20)
+        (tmp_path / "go").touch()
+        results = running.wait(timeout=20)
+    heard.append(capsys.readouterr())
+    assert "".join(h.out for h in heard) == "héllo from 0\n"
+    assert "".join(h.err for h in heard) == "oops\n"
+    assert results[1].stdout == "héllo from 1\n"
+
+
+# Nothing is left.
+
+
+@needs_lab
+def test_an_exception_removes_the_lab_and_the_job_in_it() -> None:
+    with contextlib.suppress(ZeroDivisionError), Lab(hosts=2) as lab:
+        inside = inodes(spaces_of(os.getpid()))
+        running = lab.start(["sleep", "300"])
+        assert worlds.wait_until(lambda: len(processes_in(inside)) == 2, 10)
+        raise ZeroDivisionError
+    assert spaces_of(os.getpid()) == []
+    assert processes_in(inside) == []
+    assert running.results is not None
+    assert [r.code for r in running.results] == [-9, -9]
+    for use in (lab.counters, lambda: lab.run(["true"]), lambda: lab.set_link(0, up=True)):
+        with pytest.raises(LabError, match="the lab is not built: use it inside"):
+            use()
+
+
+OWNER = """
+import os, sys
+from oktopk.tools.lab import Lab
+with Lab(2) as lab:
+    if os.fork() == 0:
+        sys.exit()  # a child leaves the lab alone
+    os.wait()
+    lab.run(["sh", "-c", "setsid sleep 300 & exec sleep 300"], timeout=200)
+"""
+
+
+@contextlib.contextmanager
+def owner(code: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with a lab of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+        with Lab(1):
+            pass  # sweeps what a broken lab has left, for the sake of the next test
+
+
+def wait_for_job(process: subprocess.Popen[str]) -> set[int]:
+    def busy() -> bool:
+        return process.poll() is not None or len(processes_in(inodes(spaces_of(process.pid)))) == 4
+
+    assert worlds.wait_until(busy, 40)
+    assert process.poll() is None, process.stderr and process.stderr.read()
+    assert len(spaces_of(process.pid)) == 3
+    return inodes(spaces_of(process.pid))
+
+
+@needs_lab
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_an_owner_that_is_ended_removes_its_lab(number: signal.Signals) -> None:
+    with owner(OWNER) as process:
+        inside = wait_for_job(process)
+        process.send_signal(number)
+        assert process.wait(20) == -number
+        assert spaces_of(process.pid) == []
+        assert processes_in(inside) == []
+
+
+@needs_lab
+def test_the_next_lab_sweeps_what_a_killed_owner_left() -> None:
+    with Lab(hosts=2) as bystander, owner(OWNER) as process:
+        inside = wait_for_job(process)
+        with Lab(hosts=1):
+            assert len(spaces_of(process.pid)) == 3  # alive: not touched
+            assert len(processes_in(inside)) == 4
+        process.kill()
+        process.wait(10)
+        assert len(spaces_of(process.pid)) == 3
+        assert len(processes_in(inside)) == 4
+        with Lab(hosts=1):
+            assert spaces_of(process.pid) == []
+            assert processes_in(inside) == []
+        bystander.run(["true"], timeout=10)
+
+
+@needs_lab
+def test_a_process_number_that_is_used_again_does_not_protect() -> None:
+    stale, foreign = f"oktopk-{os.getpid()}-1-0-host0", f"oktopk-{os.getpid()}-something"
+    for name in (stale, foreign):
+        subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        with Lab(hosts=1):
+            assert stale not in spaces_of(os.getpid())
+            assert foreign in spaces_of(os.getpid())
+    finally:
+        subprocess.run(["ip", "netns", "del", foreign], check=True)
+
+
+@needs_lab
+def test_an_owner_that_is_ended_while_it_builds(tmp_path: Path) -> None:
+    """The command under way makes a namespace after the signal: it has to be waited for."""
+    slow = tmp_path / "ip"
+    slow.write_text(
+        f"#!/bin/sh\ncase \"$*\" in 'netns add '*host1) touch {tmp_path}/now; sleep 1;; esac\n"
+        f'exec {shutil.which("ip")} "$@"\n'
+    )
+    slow.chmod(0o755)
+    with owner(OWNER, PATH=f"{tmp_path}:{os.environ['PATH']}") as process:
+        assert worlds.wait_until((tmp_path / "now").exists, 40)
+        process.terminate()
+        assert process.wait(20) == -signal.SIGTERM
+        worlds.wait_until(lambda: bool(spaces_of(process.pid)), 1.5)
+        assert spaces_of(process.pid) == []
+
+
+@needs_lab
+@pytest.mark.parametrize("action", [signal.SIG_IGN, lambda *_: None])
+def test_signals_that_the_owner_handles_are_left_to_it(action: signal.Handlers) -> None:
+    old = signal.signal(signal.SIGTERM, action)
+    try:
+        with Lab(hosts=1) as lab:
+            os.kill(os.getpid(), signal.SIGTERM)
+            lab.run(["true"], timeout=10)
+        assert signal.getsignal(signal.SIGTERM) is action
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+# Where there can be no lab.
+
+
+def test_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "run as root" in (lab_problem() or "")
+    with pytest.raises(LabError, match="run as root"):
+        Lab(hosts=2)
+
+
+def test_without_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(module, "_tool", lambda name: None if name == "tc" else "/bin/true")
+    assert "needs the command `tc`: install the package iproute2" in (lab_problem() or "")
+
+
+@needs_lab
+def test_a_kernel_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a lab is removed again."""
+    (tmp_path / "tc").write_text("#!/bin/sh\necho 'qdisc kind is unknown' >&2; exit 2\n")
+    (tmp_path / "tc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    problem = lab_problem()
+    assert problem is not None
+    assert "qdisc kind is unknown" in problem
+    assert "privileged" in problem
+    with (
+        pytest.raises(LabError, match=r"cannot build the lab: `tc .*` failed: qdisc kind is unknown"),
+        Lab(hosts=2),
+    ):
+        pass
+
+
+# The command line.
+
+
+@needs_lab
+def test_the_command_runs_a_job(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--hosts", "2", "--rate", "1gbit", "--timeout", "20", "--", "sh", "-c", "echo rank $RANK"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "rank 0\n"
+    assert err.startswith("host 0: 0.00 MB sent, 0.00 MB received\nhost 1: ")
+
+
+@needs_lab
+def test_the_command_reports_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--hosts", "2", "--grace", "1", "--", "sh", "-c", "echo no luck; exit $RANK"]) == 1
+    assert "rank 1 ended with exit code 1; its last output:\nno luck" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        main(["--rate", "fast", "--", "true"])
+    assert exit_.value.code == 2
+    assert "rate must be None or like" in capfd.readouterr().err
