@@ -28,6 +28,8 @@ bench: $(INSTALLED) ## run the benchmarks one after another
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/tracking.py
 	$(BIN)/python benchmarks/volume.py
+	$(BIN)/python benchmarks/metrics.py
+	$(BIN)/python benchmarks/digits.py
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
