@@ -104,11 +104,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--warmup-steps", type=int, default=21)
+    parser.add_argument(
+        "--only", action="append", choices=[c.name for c in CONTENDERS], help="beside dense; may be repeated"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    contenders = [c for c in CONTENDERS if not options.only or c.name in ("dense", *options.only)]
     rows, records = [], []
-    jobs = [(contender, seed) for contender in CONTENDERS for seed in range(options.seeds)]
-    found: dict[str, list[Result]] = {contender.name: [] for contender in CONTENDERS}
+    jobs = [(contender, seed) for contender in contenders for seed in range(options.seeds)]
+    found: dict[str, list[Result]] = {contender.name: [] for contender in contenders}
     for contender, seed in tqdm(jobs, desc="runs", disable=None):
         result = train(contender, options.ranks, seed, options.epochs, options.warmup_steps)
         found[contender.name].append(result)

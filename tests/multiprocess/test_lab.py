@@ -1,98 +1,23 @@
-"""The lab: its hosts are alone with each other, its links are as slow as they say, and it always goes away."""
+"""The lab: its hosts are alone with each other, its links are as slow as they say, and its jobs are heard."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import signal
 import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import worlds
+from labs import machine_interfaces, needs_lab, python, spaces_of
 
-from oktopk.tools import lab as module
-from oktopk.tools.lab import JobFailed, JobTimeout, Lab, LabError, lab_problem, main, parse_rate
+from oktopk.tools.lab import Lab, LabError, lab_problem, parse_rate
+from oktopk.tools.lab.__main__ import main
 
-SPACES = Path("/var/run/netns")
+pytestmark = pytest.mark.usefixtures("nothing_left")
 BURST = 128 * 1024
 MEGABYTES_4 = 4 * 2**20
-needs_lab = pytest.mark.usefixtures("buildable")
-
-
-@pytest.fixture(scope="module")
-def buildable() -> None:
-    if problem := lab_problem():
-        pytest.skip(problem)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    """Every test of this file leaves the machine as it was."""
-    before = machine_interfaces()
-    yield
-    assert spaces_of(os.getpid()) == []
-    assert machine_interfaces() == before
-    assert module._on_signal not in map(signal.getsignal, signal.valid_signals())
-
-
-def machine_interfaces() -> list[str]:
-    return sorted(os.listdir("/sys/class/net")) if Path("/sys/class/net").exists() else []
-
-
-def spaces_of(owner: int) -> list[str]:
-    names = os.listdir(SPACES) if SPACES.exists() else []
-    return sorted(name for name in names if name.startswith(f"oktopk-{owner}-"))
-
-
-def inodes(names: list[str]) -> set[int]:
-    return {(SPACES / name).stat().st_ino for name in names}
-
-
-def processes_in(spaces: set[int]) -> list[int]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{pid}/ns/net").st_ino in spaces:
-                found.append(int(pid))
-    return found
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
-
-
-PRELUDE = """
-import os, socket, subprocess, sys, time
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-def address(host): return f"10.77.0.{host + 1}"
-def listen(port=4000): return socket.create_server((address(rank), port), backlog=world)
-def connect(host, port=4000, seconds=20):
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return socket.create_connection((address(host), port), timeout=seconds)
-        except OSError:
-            if time.monotonic() > end: raise
-            time.sleep(0.01)
-def until(path, seconds=30):
-    end = time.monotonic() + seconds
-    while not os.path.exists(path):
-        assert time.monotonic() < end, path
-        time.sleep(0.01)
-def read(peer, count):
-    peer.settimeout(30)
-    while count:
-        data = peer.recv(min(count, 2**20))
-        assert data
-        count -= len(data)
-"""
 
 
 # What it is.
@@ -170,6 +95,32 @@ def test_what_the_job_finds_in_its_environment(monkeypatch: pytest.MonkeyPatch) 
     with Lab(hosts=2) as lab:
         results = lab.run(python(job), timeout=20, env={"COLOUR": "blue", "RANK": "77"})
     assert [r.stdout for r in results] == [f"{rank} 2 0 10.77.0.1 eth0 1 blue False\n" for rank in range(2)]
+
+
+@needs_lab
+def test_rank_0_is_heard_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = """
+        print("héllo from", rank)
+        print("oops", file=sys.stderr)
+        until(sys.argv[1])
+    """
+    heard = []
+
+    def listen_in() -> bool:
+        heard.append(capsys.readouterr())
+        return "héllo from 0" in "".join(h.out for h in heard)
+
+    with Lab(hosts=2) as lab:
+        running = lab.start([*python(job), str(tmp_path / "go")], stream=True)
+        with pytest.raises(LabError, match="one job at a time"):
+            lab.start(["true"])
+        assert worlds.wait_until(lambda: running._show() or listen_in(), 20)
+        (tmp_path / "go").touch()
+        results = running.wait(timeout=20)
+    heard.append(capsys.readouterr())
+    assert "".join(h.out for h in heard) == "héllo from 0\n"
+    assert "".join(h.err for h in heard) == "oops\n"
+    assert results[1].stdout == "héllo from 1\n"
 
 
 # The links.
@@ -318,236 +269,6 @@ def test_two_labs_side_by_side_do_not_see_each_other() -> None:
     assert [r.stdout for r in blue] == ["", "blue\n", "blue\n"]
 
 
-# Jobs that go wrong.
-
-STUBBORN = """
-    import signal
-    # A child in a session of its own, and nobody listens to SIGTERM.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.Popen(["sleep", "300"], start_new_session=True)
-    print("here", flush=True)
-"""
-
-
-@needs_lab
-def test_a_failing_rank_ends_the_others_and_is_named() -> None:
-    job = textwrap.dedent(STUBBORN) + "if rank == 1: sys.exit('disk on fire')\ntime.sleep(300)\n"
-    with Lab(hosts=3) as lab:
-        inside = inodes(spaces_of(os.getpid()))
-        with pytest.raises(
-            JobFailed, match=r"^rank 1 ended with exit code 1; its last output:\nhere\ndisk on fire$"
-        ) as e:
-            lab.run(python(job), timeout=600, grace=0.5)
-        assert not isinstance(e.value, TimeoutError)
-        assert [r.code for r in e.value.results] == [-9, 1, -9]
-        assert [r.stdout for r in e.value.results] == ["here\n"] * 3
-        assert processes_in(inside) == []
-        assert [r.code for r in lab.run(["true"], timeout=10)] == [0, 0, 0]  # the lab is as good as before
-
-
-@needs_lab
-def test_the_others_have_time_to_say_what_they_saw() -> None:
-    job = """
-        if rank == 0:
-            peer = listen().accept()[0]
-            os.kill(os.getpid(), 9)
-        connect(0).recv(1)
-        time.sleep(0.3)
-        print("rank 0 is gone")
-        sys.exit(4)
-    """
-    with Lab(hosts=2) as lab, pytest.raises(JobFailed, match=r"^rank 0 ended with signal 9; .*\nnothing$") as e:
-        lab.run(python(job), timeout=60, grace=20)
-    assert [(r.code, r.stdout) for r in e.value.results] == [(-9, ""), (4, "rank 0 is gone\n")]
-
-
-@needs_lab
-def test_a_command_that_does_not_exist() -> None:
-    with (
-        Lab(hosts=1) as lab,
-        pytest.raises(JobFailed, match=r"rank 0 ended with exit code .*\n.*no-such-thing"),
-    ):
-        lab.run(["no-such-thing"], timeout=10)
-
-
-@needs_lab
-def test_a_job_that_is_late() -> None:
-    job = textwrap.dedent(STUBBORN) + "if rank: time.sleep(300)\n"
-    with Lab(hosts=3) as lab:
-        inside = inodes(spaces_of(os.getpid()))
-        with pytest.raises(
-            JobTimeout, match=r"not done within 1 s: rank 1, 2, ended now\nrank 1 (.|\n)*here"
-        ) as e:
-            lab.run(python(job), timeout=1)
-        assert isinstance(e.value, TimeoutError)
-        assert [r.code for r in e.value.results] == [0, -9, -9]
-        assert processes_in(inside) == []
-
-
-@needs_lab
-def test_a_good_job_leaves_no_children() -> None:
-    with Lab(hosts=2) as lab:
-        inside = inodes(spaces_of(os.getpid()))
-        lab.run(python(STUBBORN), timeout=20)
-        assert processes_in(inside) == []
-
-
-@needs_lab
-def test_rank_0_is_heard_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = """
-        print("héllo from", rank)
-        print("oops", file=sys.stderr)
-        until(sys.argv[1])
-    """
-    heard = []
-
-    def listen_in() -> bool:
-        heard.append(capsys.readouterr())
-        return "héllo from 0" in "".join(h.out for h in heard)
-
-    with Lab(hosts=2) as lab:
-        running = lab.start([*python(job), str(tmp_path / "go")], stream=True)
-        with pytest.raises(LabError, match="one job at a time"):
-            lab.start(["true"])
-        assert worlds.wait_until(lambda: running._show() or listen_in(), 20)
-        (tmp_path / "go").touch()
-        results = running.wait(timeout=20)
-    heard.append(capsys.readouterr())
-    assert "".join(h.out for h in heard) == "héllo from 0\n"
-    assert "".join(h.err for h in heard) == "oops\n"
-    assert results[1].stdout == "héllo from 1\n"
-
-
-# Nothing is left.
-
-
-@needs_lab
-def test_an_exception_removes_the_lab_and_the_job_in_it() -> None:
-    with contextlib.suppress(ZeroDivisionError), Lab(hosts=2) as lab:
-        inside = inodes(spaces_of(os.getpid()))
-        running = lab.start(["sleep", "300"])
-        assert worlds.wait_until(lambda: len(processes_in(inside)) == 2, 10)
-        raise ZeroDivisionError
-    assert spaces_of(os.getpid()) == []
-    assert processes_in(inside) == []
-    assert running.results is not None
-    assert [r.code for r in running.results] == [-9, -9]
-    for use in (lab.counters, lambda: lab.run(["true"]), lambda: lab.set_link(0, up=True)):
-        with pytest.raises(LabError, match="the lab is not built: use it inside"):
-            use()
-
-
-OWNER = """
-import os, sys
-from oktopk.tools.lab import Lab
-with Lab(2) as lab:
-    if os.fork() == 0:
-        sys.exit()  # a child leaves the lab alone
-    os.wait()
-    lab.run(["sh", "-c", "setsid sleep 300 & exec sleep 300"], timeout=200)
-"""
-
-
-@contextlib.contextmanager
-def owner(code: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A process with a lab of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | env,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-        with Lab(1):
-            pass  # sweeps what a broken lab has left, for the sake of the next test
-
-
-def wait_for_job(process: subprocess.Popen[str]) -> set[int]:
-    def busy() -> bool:
-        return process.poll() is not None or len(processes_in(inodes(spaces_of(process.pid)))) == 4
-
-    assert worlds.wait_until(busy, 40)
-    assert process.poll() is None, process.stderr and process.stderr.read()
-    assert len(spaces_of(process.pid)) == 3
-    return inodes(spaces_of(process.pid))
-
-
-@needs_lab
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_an_owner_that_is_ended_removes_its_lab(number: signal.Signals) -> None:
-    with owner(OWNER) as process:
-        inside = wait_for_job(process)
-        process.send_signal(number)
-        assert process.wait(20) == -number
-        assert spaces_of(process.pid) == []
-        assert processes_in(inside) == []
-
-
-@needs_lab
-def test_the_next_lab_sweeps_what_a_killed_owner_left() -> None:
-    with Lab(hosts=2) as bystander, owner(OWNER) as process:
-        inside = wait_for_job(process)
-        with Lab(hosts=1):
-            assert len(spaces_of(process.pid)) == 3  # alive: not touched
-            assert len(processes_in(inside)) == 4
-        process.kill()
-        process.wait(10)
-        assert len(spaces_of(process.pid)) == 3
-        assert len(processes_in(inside)) == 4
-        with Lab(hosts=1):
-            assert spaces_of(process.pid) == []
-            assert processes_in(inside) == []
-        bystander.run(["true"], timeout=10)
-
-
-@needs_lab
-def test_a_process_number_that_is_used_again_does_not_protect() -> None:
-    stale, foreign = f"oktopk-{os.getpid()}-1-0-host0", f"oktopk-{os.getpid()}-something"
-    for name in (stale, foreign):
-        subprocess.run(["ip", "netns", "add", name], check=True)
-    try:
-        with Lab(hosts=1):
-            assert stale not in spaces_of(os.getpid())
-            assert foreign in spaces_of(os.getpid())
-    finally:
-        subprocess.run(["ip", "netns", "del", foreign], check=True)
-
-
-@needs_lab
-def test_an_owner_that_is_ended_while_it_builds(tmp_path: Path) -> None:
-    """The command under way makes a namespace after the signal: it has to be waited for."""
-    slow = tmp_path / "ip"
-    slow.write_text(
-        f"#!/bin/sh\ncase \"$*\" in 'netns add '*host1) touch {tmp_path}/now; sleep 1;; esac\n"
-        f'exec {shutil.which("ip")} "$@"\n'
-    )
-    slow.chmod(0o755)
-    with owner(OWNER, PATH=f"{tmp_path}:{os.environ['PATH']}") as process:
-        assert worlds.wait_until((tmp_path / "now").exists, 40)
-        process.terminate()
-        assert process.wait(20) == -signal.SIGTERM
-        worlds.wait_until(lambda: bool(spaces_of(process.pid)), 1.5)
-        assert spaces_of(process.pid) == []
-
-
-@needs_lab
-@pytest.mark.parametrize("action", [signal.SIG_IGN, lambda *_: None])
-def test_signals_that_the_owner_handles_are_left_to_it(action: signal.Handlers) -> None:
-    old = signal.signal(signal.SIGTERM, action)
-    try:
-        with Lab(hosts=1) as lab:
-            os.kill(os.getpid(), signal.SIGTERM)
-            lab.run(["true"], timeout=10)
-        assert signal.getsignal(signal.SIGTERM) is action
-    finally:
-        signal.signal(signal.SIGTERM, old)
-
-
 # Where there can be no lab.
 
 
@@ -560,7 +281,7 @@ def test_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(module, "_tool", lambda name: None if name == "tc" else "/bin/true")
+    monkeypatch.setattr("oktopk.tools.lab.hosts.tool", lambda name: None if name == "tc" else "/bin/true")
     assert "needs the command `tc`: install the package iproute2" in (lab_problem() or "")
 
 

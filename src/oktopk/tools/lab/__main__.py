@@ -1,0 +1,51 @@
+"""The command line: `python -m oktopk.tools.lab --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .hosts import Lab
+from .namespaces import LabError
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m oktopk.tools.lab",
+        description="Run a command on every host of a small cluster that is made of network namespaces on this "
+        "machine, and removed afterwards. Needs root. The command finds RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT in its environment, so that torch.distributed works in it. The output of rank 0 is shown; "
+        "that of other ranks only when they fail.",
+        epilog="example: python -m oktopk.tools.lab --hosts 4 --rate 1gbit -- python job.py",
+    )
+    parser.add_argument("--hosts", type=int, default=4, help="number of hosts, one rank each (default: 4)")
+    parser.add_argument("--rate", help="rate of each link, both ways: 100mbit, 1gbit (default: no limit)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the job (default: 600)")
+    parser.add_argument(
+        "--grace", type=float, default=5.0, help="seconds the others have when a rank fails (default: 5)"
+    )
+    parser.add_argument("command", nargs="+", help="the command, after --")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 when a rank fails or the lab cannot be built."""
+    parser = _arguments()
+    options = parser.parse_args(argv)
+    try:
+        with Lab(options.hosts, options.rate) as lab:
+            lab.run(options.command, timeout=options.timeout, grace=options.grace, stream=True)
+            for rank, host in enumerate(lab.counters()):
+                sent, received = host.sent_bytes / 1e6, host.received_bytes / 1e6
+                print(f"host {rank}: {sent:.2f} MB sent, {received:.2f} MB received", file=sys.stderr)
+    except ValueError as error:
+        parser.error(str(error))
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
