@@ -23,11 +23,14 @@ import torch
 from .. import wire
 from ..accumulator import Accumulator
 from ..channel import Channel
-from ..comm import Communicator
+from ..comm import Communicator, pack, packed_bytes, unpack
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
 from ..selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
 from ..sparse import SparseVector
 from .base import Algorithm, Reduction, equal_regions, foreign_state, rounding_error, skip, split_and_reduce
+
+_FEW = 4096
+"""Candidates for the global threshold that are cheaper to gather than to count in histograms of 16 kB each."""
 
 
 @dataclass(frozen=True)
@@ -203,10 +206,17 @@ def exact_overall(comm: Communicator, sums: SparseVector, k: int) -> tuple[float
 
 
 def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
-    """The k-th largest magnitude over all ranks, 0 if there are fewer: by three small histograms.
+    """The k-th largest magnitude over all ranks, 0 if there are fewer.
 
-    Positive floats are ordered like their bits, so the answer is found 11, 11 and 10 bits at a time.
+    If they are few, each rank's candidates are gathered. Otherwise three small histograms find it: positive floats
+    are ordered like their bits, so the answer comes 11, 11 and 10 bits at a time.
     """
+    if comm.world * k <= _FEW:
+        own = sums.values.abs().cpu()
+        own = own.topk(min(k, own.numel())).values
+        gathered = comm.all_gather(pack(own), packed_bytes(4 * k), "magnitudes", control=True)
+        candidates = torch.cat([unpack(message, torch.float32) for message in gathered])
+        return candidates.topk(k).values[-1].item() if candidates.numel() >= k else 0.0
     bits = sums.values.abs().cpu().contiguous().view(torch.int32).to(torch.int64)
     prefix = 0
     for shift, width in ((21, 11), (10, 11), (0, 10)):
