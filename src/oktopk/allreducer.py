@@ -117,10 +117,7 @@ class AllReducer(Pipeline):
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where this rank's state_dict() was taken, in the buckets that it had."""
-        try:
-            layout = saved_layout(saved)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is not a state_dict of oktopk: {error!r}") from error
+        layout = saved_layout(saved)
         if layout and (problem := differences(layout, self._sizes())):
             raise ValueError(problem)
         super().load_state_dict(saved)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,37 +47,46 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
 
 def load_state(steps: StepReducer, saved: Mapping[str, Any]) -> None:
     """Take over what was saved. Nothing is changed if it does not fit."""
-    try:
+    with _as_state_dict():
         _check(steps, saved)
-        buckets = [(saved_bucket(entry), entry) for entry in saved["buckets"]]
+        lanes = _lanes(steps, saved)
         counters = {name: int(saved[name]) for name in ("step", "skipped_steps", "skipped_in_a_row")}
-        memories = {name: dict(saved[name]) for name in _MEMORIES}
-        algorithm = str(saved["algorithm"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"this is not a state_dict of oktopk: {error!r}") from error
-    known = algorithm == repr(steps.settings.algorithm)
-    if not known:
-        _log.warning("the checkpoint is of %s: its residuals are kept, its thresholds are not", algorithm)
-    lanes = {}
-    for index, (bucket, entry) in enumerate(buckets):
-        lane = Lane(bucket, -1 - index, torch.empty(0, dtype=torch.int64))  # no place yet: ranks agree on it first
-        lane.tracking = steps.settings.algorithm.unpack_state(entry["tracking"]) if known else None
-        lane.choice.dense, lane.choice.agreed = bool(entry["goes_dense"]), tuple(entry["seconds"])
-        lanes[bucket] = lane
+        residuals, velocities = (dict(saved[name]) for name in _MEMORIES)
     for name, value in counters.items():
         setattr(steps, name, value)
-    steps.reducer.residuals.load_state_dict(memories["residuals"])
-    steps.reducer.velocities.load_state_dict(memories["velocities"])
+    steps.reducer.residuals.load_state_dict(residuals)
+    steps.reducer.velocities.load_state_dict(velocities)
     steps.lanes = lanes
 
 
-def saved_bucket(entry: Mapping[str, Any]) -> Bucket:
-    return Bucket(tuple(entry["names"]), tuple(entry["sizes"]))
+def _lanes(steps: StepReducer, saved: Mapping[str, Any]) -> dict[Bucket, Lane]:
+    algorithm = steps.settings.algorithm
+    known = saved["algorithm"] == repr(algorithm)
+    if not known:
+        _log.warning("the checkpoint is of %s: its residuals are kept, its thresholds are not", saved["algorithm"])
+    lanes = {}
+    for index, (bucket, entry) in enumerate(zip(saved_layout(saved), saved["buckets"], strict=True)):
+        place = index - len(saved["buckets"])  # in order, but none that counts: ranks agree on it first
+        lane = Lane(bucket, place, torch.empty(0, dtype=torch.int64))
+        lane.tracking = algorithm.unpack_state(entry["tracking"]) if known else None
+        dense, sparse = entry["seconds"]
+        lane.choice.dense, lane.choice.agreed = bool(entry["goes_dense"]), (float(dense), float(sparse))
+        lanes[bucket] = lane
+    return lanes
 
 
 def saved_layout(saved: Mapping[str, Any]) -> tuple[Bucket, ...]:
     """The buckets that a state_dict was taken with, in their order."""
-    return tuple(saved_bucket(entry) for entry in saved["buckets"])
+    with _as_state_dict():
+        return tuple(Bucket(tuple(entry["names"]), tuple(entry["sizes"])) for entry in saved["buckets"])
+
+
+@contextmanager
+def _as_state_dict() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is not a state_dict of oktopk: {error!r}") from error
 
 
 def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
@@ -111,6 +121,10 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
                 f"the states are not of one run: rank {state['rank']} of {state['world']} at step "
                 f"{state['step']}, rank {first['rank']} of {first['world']} at step {first['step']}"
             )
+        if state["rank"] in seen:
+            raise ValueError(f"redistribute got the state of rank {state['rank']} twice")
+        if saved_layout(state) != saved_layout(first):
+            raise ValueError(f"the states are not of one run: rank {state['rank']} has other buckets")
         seen.add(state["rank"])
         for memory in _MEMORIES:
             for name, part in state[memory].items():

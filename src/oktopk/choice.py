@@ -65,7 +65,8 @@ class Choice:
         self.times[dense].append(seconds)
 
     def medians(self) -> tuple[float, float]:
-        return median(self.times[True] or [0.0]), median(self.times[False] or [0.0])
+        dense, sparse = self.agreed  # all there is of a way that was not gone since the run was resumed
+        return median(self.times[True] or [dense]), median(self.times[False] or [sparse])
 
     def start_trial(self, dense: bool) -> None:
         """Forget old figures of the way that is tried anew."""

@@ -27,6 +27,8 @@ except ImportError:  # Python 3.10
 
 _log = logging.getLogger(__name__)
 
+_ANOTHER_MODEL = "a parameter of another model: every DDP model needs an OkTopkState of its own"
+
 
 class OkTopkState(Pipeline):
     """What the hook needs from step to step: residuals, thresholds, and a worker thread.
@@ -82,6 +84,8 @@ class OkTopkState(Pipeline):
 
     def register(self, model: DistributedDataParallel, optimizer: Optimizer | None = None) -> "OkTopkState":
         """Hook up with a model, know its parameters by name, and guard the optimizer if one is given."""
+        if self._names and any(p not in self._names for p in model.parameters() if p.requires_grad):
+            raise ValueError(_ANOTHER_MODEL)
         self._name(model.named_parameters())
         model.register_comm_hook(self, oktopk_hook)
         if optimizer is not None:
@@ -116,7 +120,8 @@ class OkTopkState(Pipeline):
         All futures are completed together at the end, because only then is it known whether the step counts.
         DDP waits for them at that point anyway; an error is raised here, in the middle of backward().
         """
-        if delivered.index() == 0:
+        if delivered.index() == 0:  # if a backward pass has failed in the middle, its buckets are still here
+            self.abandon()
             self._taken = []
         flat = delivered.buffer()
         bucket = self._bucket_of(delivered)
@@ -141,9 +146,7 @@ class OkTopkState(Pipeline):
         for parameter in parameters:
             if parameter not in self._names:
                 if self._complete:
-                    raise ValueError(
-                        "a parameter of another model: every DDP model needs an OkTopkState of its own"
-                    )
+                    raise ValueError(_ANOTHER_MODEL)
                 self._names[parameter] = f"#{len(self._names)}"
         return Bucket(tuple(self._names[p] for p in parameters), tuple(p.numel() for p in parameters))
 
@@ -191,10 +194,7 @@ class OkTopkState(Pipeline):
         A new DDP model starts with other buckets than it will have later. The first step is reduced in those of
         the checkpoint, so that it gives the same bits.
         """
-        try:
-            layout = saved_layout(saved)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is not a state_dict of oktopk: {error!r}") from error
+        layout = saved_layout(saved)
         if layout and self._names and self._complete:
             problem = differences(layout, {name: p.numel() for p, name in self._names.items()})
             if problem:

@@ -82,8 +82,11 @@ class LaneReducer:
         residual = self.residuals.peek(lane.bucket)  # if sparse steps, or lost ones, have left something
         plain = residual is None and scale is None and not self.settings.momentum
         work = grad if plain else _unscaled(grad, scale)
+        velocity = self._next_velocity(lane.bucket, work)
         channel = Channel(self.meter, lane.bucket.size, stopwatch=account.watch)
         reduction, _ = reduce_step(Dense(), channel, Accumulator(work, residual), lane.bucket.size, None, inspect)
+        if not reduction.skipped:
+            self._keep_velocity(lane.bucket, velocity, ())  # nothing was held back, so there is nothing to mask
         self._blocked = account.exchange
         lane.residual_norm = 0.0
         event = account.close(
@@ -183,11 +186,6 @@ class LaneReducer:
     def hand_out(self, settled: Settled) -> None:
         """Finish the result and put it into the caller's memory."""
         work, grad = settled.work, settled.grad
-        if self.settings.momentum and settled.dense_entries is not None:
-            entries = settled.dense_entries
-            velocity = self.velocities.flat(settled.lane.bucket, work.device)
-            velocity[entries] = self.settings.momentum * velocity[entries] + work[entries]
-            work[entries] = velocity[entries]
         if work is grad:
             return
         if settled.scale is not None:

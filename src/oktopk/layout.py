@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 DEFAULT_BUCKET_MB = 25.0
@@ -82,6 +83,8 @@ def gather(bucket: Bucket, grads: Mapping[str, Tensor | None], flat: Tensor) -> 
         grad = grads.get(name)
         if grad is None:
             flat[place].zero_()
+        elif grad.layout is not torch.strided:
+            raise ValueError(f"{name} has a sparse gradient: use sparse=False in its layer, or call to_dense()")
         else:
             flat[place].view(grad.shape).copy_(grad)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from .checkpoint import load_state, save_state
 from .comm import Communicator
+from .errors import NonFiniteError
 from .layout import Bucket
 from .metrics import SPARSE, MetricsSink, StepEvent
 from .settings import Settings
@@ -55,7 +57,8 @@ class Pipeline:
 
         def give_up(error: BaseException) -> None:
             steps.abandon()
-            comm.fail(error)
+            if not isinstance(error, NonFiniteError):  # that one all ranks raise by themselves
+                comm.fail(error)
 
         self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up)
         self._scaler = grad_scaler
@@ -80,9 +83,9 @@ class Pipeline:
         """What norm_clip asks to multiply these gradients with, the whole of this rank's."""
         if self.settings.norm_clip is None:
             return 1.0
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms))) / (self._scale() or 1.0) if norms else 0.0
-        return self.settings.norm_clip / norm if norm > self.settings.norm_clip else 1.0
+        norm = math.hypot(*(_norm(grad) for grad in grads)) / (self._scale() or 1.0)
+        # One that is not finite is left as it is: the reduction will find it.
+        return self.settings.norm_clip / norm if self.settings.norm_clip < norm < math.inf else 1.0
 
     def _hand_over(self, job: Job) -> None:
         self._last_handed = time.perf_counter()
@@ -104,6 +107,13 @@ class Pipeline:
         self._worker.wait()
         assert steps.last is not None
         return steps.last
+
+    def abandon(self) -> None:
+        """Give up a step that was begun but will not be finished: its buckets go back to the residuals."""
+        if self._first_handed is not None:
+            self._first_handed = None
+            self._worker.submit(self._steps.abandon)
+            self._worker.wait()
 
     def run(self, job: Callable[[Communicator], None]) -> None:
         """Let the worker communicate about something else, after what it has to do, and wait for it."""
@@ -220,3 +230,8 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _norm(grad: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(grad, dtype=torch.float32))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(grad, dtype=torch.float64))

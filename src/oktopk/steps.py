@@ -58,7 +58,8 @@ class StepReducer:
             inspect = self._name_culprits(lane, f"rank {self.meter.rank}")
             settled = self.reducer.sparse(lane, grad, scale, density, self.step, inspect)
         self._settled.append(settled)
-        lane.choice.note(density is None, settled.event.stop - settled.event.start)
+        if self._culprits is None:  # a lost reduction ends early: its time tells nothing
+            lane.choice.note(density is None, settled.event.stop - settled.event.start)
 
     @torch.no_grad()
     def finish(self, start: float, handed_over: float) -> StepEvent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 import weakref
@@ -145,18 +146,24 @@ class GroupCommunicator(Communicator):
         return self._messages
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Work:
+        group = self._open(operation)
         try:
-            work = self._open(operation).send([message], peer, 0)
-        except (RuntimeError, ValueError) as error:
+            work = group.send([message], peer, 0)
+        except ValueError as error:
             raise CommError(f"{operation}: cannot send to rank {peer}: {error}") from error
+        except RuntimeError as error:  # it has hung up already
+            raise self.explain(error, operation, f"rank {peer}", math.inf) from error
         return _Work(self, work, peer, operation, lambda: message)
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Work:
         buffer = torch.empty(capacity, dtype=torch.uint8)
+        group = self._open(operation)
         try:
-            work = self._open(operation).recv([buffer], peer, 0)
-        except (RuntimeError, ValueError) as error:
+            work = group.recv([buffer], peer, 0)
+        except ValueError as error:
             raise CommError(f"{operation}: cannot receive from rank {peer}: {error}") from error
+        except RuntimeError as error:  # it has hung up already
+            raise self.explain(error, operation, f"rank {peer}", math.inf) from error
         return _Work(self, work, peer, operation, lambda: trim(buffer, peer, operation))
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
