@@ -67,6 +67,7 @@ class OkTopkState(Pipeline):
             settings,
             GroupCommunicator.exclusive(process_group, timeout),
             owns_comm=True,
+            unused_stay=True,
             trainer=trainer,
             grad_scaler=grad_scaler,
             sinks=sinks,
@@ -97,6 +98,10 @@ class OkTopkState(Pipeline):
 
         Without it, it finds zeros; momentum and weight decay still act. Returns a handle whose remove() ends it.
         """
+        while not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            if not hasattr(optimizer, "optimizer"):
+                raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            optimizer = optimizer.optimizer  # a wrapper, like that of Accelerate
         self.check_momentum(optimizer)
         return optimizer.register_step_pre_hook(self._drop_gradients)
 

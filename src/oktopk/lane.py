@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +72,9 @@ class Settled:
 class LaneReducer:
     """Everything that is done to one bucket. Residuals and velocities of all buckets live here."""
 
-    def __init__(self, settings: Settings, meter: Metered) -> None:
+    def __init__(self, settings: Settings, meter: Metered, unused_stay: bool = False) -> None:
         self.settings, self.meter = settings, meter
+        self.unused_stay = unused_stay
         self.residuals = Feedback()
         self.velocities = Feedback()
         self._blocked = 0.0
@@ -82,9 +84,12 @@ class LaneReducer:
         residual = self.residuals.peek(lane.bucket)  # if sparse steps, or lost ones, have left something
         plain = residual is None and scale is None and not self.settings.momentum
         work = grad if plain else _unscaled(grad, scale)
-        velocity = self._next_velocity(lane.bucket, work)
         channel = Channel(self.meter, lane.bucket.size, stopwatch=account.watch)
-        reduction, _ = reduce_step(Dense(), channel, Accumulator(work, residual), lane.bucket.size, None, inspect)
+        with self._set_aside(lane.bucket, work, residual) as idle:
+            velocity = self._next_velocity(lane.bucket, work, idle)
+            reduction, _ = reduce_step(
+                Dense(), channel, Accumulator(work, residual), lane.bucket.size, None, inspect
+            )
         if not reduction.skipped:
             self._keep_velocity(lane.bucket, velocity, ())  # nothing was held back, so there is nothing to mask
         self._blocked = account.exchange
@@ -101,21 +106,22 @@ class LaneReducer:
         account = Account(self.meter, step, lane.index, bucket.size)
         work = _unscaled(grad, scale)
         residual = self.residuals.flat(bucket, work.device)
-        velocity = self._next_velocity(bucket, work)
         channel = Channel(
             self.meter, bucket.size, step=step, bucket=lane.index, values=VALUE_CODES[self.settings.values],
             device=work.device, stopwatch=account.watch, blocked_before=self._blocked,
         )  # fmt: skip
-        kept, dense_mean = self._reduce_excluded(excluded, work, residual)
         k = target_count(bucket.size - excluded.numel(), density)
-        reduction, found = reduce_step(
-            self.settings.algorithm, channel, Accumulator(work, residual), k, lane.tracking, inspect
-        )
+        with self._set_aside(bucket, work, residual) as idle:
+            velocity = self._next_velocity(bucket, work, idle)
+            kept, dense_mean = self._reduce_excluded(excluded, work, residual)
+            reduction, found = reduce_step(
+                self.settings.algorithm, channel, Accumulator(work, residual), k, lane.tracking, inspect
+            )
+            if reduction.skipped:
+                residual[excluded] = kept
         lane.tracking = reduction.state
         masked = None
-        if reduction.skipped:
-            residual[excluded] = kept
-        else:
+        if not reduction.skipped:
             work[excluded] = dense_mean
             masked = self._keep_velocity(bucket, velocity, reduction.leaving)
             self._check_band(lane, reduction.local_count, k, step)
@@ -143,6 +149,26 @@ class LaneReducer:
             lane, grad, grad, scale, account.close(phase, name, volume, residual_norm=lane.residual_norm)
         )
 
+    @contextmanager
+    def _set_aside(self, bucket: Bucket, grad: Tensor, residual: Tensor | None) -> Iterator[list[slice]]:
+        """Keep back the residuals of parameters that got no gradient here, and tell where those are.
+
+        DDP drops the result of a parameter that no rank has used. If each rank that has not used it sends nothing,
+        nothing is dropped.
+        """
+        if residual is None or not self.unused_stay:
+            yield []
+            return
+        idle = idle_places(bucket, grad)
+        kept = [residual[place].clone() for place in idle]
+        for place in idle:
+            residual[place].zero_()
+        try:
+            yield idle
+        finally:
+            for place, mine in zip(idle, kept, strict=True):
+                residual[place].add_(mine)  # a merge elsewhere may have given something back here
+
     def _reduce_excluded(self, entries: Tensor, work: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Reduce the always dense entries, and clear them so that no selection finds them.
 
@@ -160,12 +186,16 @@ class LaneReducer:
 
     # Momentum correction: what is accumulated is not the gradient but a velocity of this rank's own.
 
-    def _next_velocity(self, bucket: Bucket, work: Tensor) -> Tensor | None:
+    def _next_velocity(self, bucket: Bucket, work: Tensor, idle: Sequence[slice]) -> Tensor | None:
         """The velocity after this step, which `work` holds then; it is kept only if the step is not lost."""
         if not self.settings.momentum:
             return None
-        velocity = self.velocities.flat(bucket, work.device).mul(self.settings.momentum).add_(work)
+        last = self.velocities.flat(bucket, work.device)
+        velocity = last.mul(self.settings.momentum).add_(work)
         work.copy_(velocity)
+        for place in idle:
+            velocity[place] = last[place]
+            work[place] = 0.0
         return velocity
 
     def _keep_velocity(
@@ -231,6 +261,14 @@ class LaneReducer:
             step, self.meter.rank, 100 * count / lane.bucket.size, lane.index, 100 * k / lane.bucket.size,
             " (fewer entries are not zero)" if count < k else "",
         )  # fmt: skip
+
+
+def idle_places(bucket: Bucket, grad: Tensor) -> list[slice]:
+    """Where the parameters lie whose gradient is all zeros. Few start with a zero, so few are looked at whole."""
+    places = [place for place in bucket.places.values() if place.stop > place.start]
+    starts = torch.tensor([place.start for place in places], device=grad.device)
+    suspects = (grad[starts] == 0).nonzero().flatten().tolist()
+    return [places[index] for index in suspects if not bool(grad[places[index]].any())]
 
 
 def _unscaled(grad: Tensor, scale: float | None) -> Tensor:

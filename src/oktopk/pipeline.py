@@ -49,10 +49,11 @@ class Pipeline:
         trainer: Any = None,
         grad_scaler: Scaler | None = None,
         sinks: Iterable[MetricsSink] = (),
+        unused_stay: bool = False,
     ) -> None:
         self.settings = settings
         self._comm, self._owns_comm = comm, owns_comm
-        self._steps = StepReducer(settings, comm, sinks)
+        self._steps = StepReducer(settings, comm, sinks, unused_stay)
         steps = self._steps  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
@@ -117,8 +118,13 @@ class Pipeline:
 
     def run(self, job: Callable[[Communicator], None]) -> None:
         """Let the worker communicate about something else, after what it has to do, and wait for it."""
-        comm = self._steps.meter
-        self._worker.submit(lambda: job(comm))
+        meter = self._steps.meter
+
+        def apart() -> None:
+            job(meter)
+            meter.take()  # these bytes belong to no step
+
+        self._worker.submit(apart)
         self._worker.wait()
 
     def drain(self) -> None:

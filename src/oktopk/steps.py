@@ -29,14 +29,20 @@ _TIMED_DENSE_STEPS = 4
 class StepReducer:
     """Reduces one bucket after the other, always from one thread and in the same order on all ranks."""
 
-    def __init__(self, settings: Settings, comm: Communicator, sinks: Iterable[MetricsSink] = ()) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        comm: Communicator,
+        sinks: Iterable[MetricsSink] = (),
+        unused_stay: bool = False,
+    ) -> None:
         self.settings = settings
         self.meter = Metered(comm)
         self.sinks = list(sinks)
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.reducer = LaneReducer(settings, self.meter)
+        self.reducer = LaneReducer(settings, self.meter, unused_stay)
         self.lanes: dict[Bucket, Lane] = {}
         self.last: StepEvent | None = None
         self._settled: list[Settled] = []

@@ -35,7 +35,9 @@ import oktopk
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(["oktopk", "pytest", "torch.distributed"])  # imported once, for all worlds
+_FORKSERVER.set_forkserver_preload(
+    ["oktopk", "pytest", "torch.distributed", "torch._dynamo"]
+)  # imported once, for all worlds
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 import traceback
 import weakref
@@ -101,7 +102,8 @@ class GroupCommunicator(Communicator):
         name = str(own.group_name)
         if "cpu:gloo" not in dist.get_backend_config(group) if companion is None else companion:
             _made[ranks] += 1
-            name = f"{'-'.join(map(str, ranks))}/{_made[ranks]}"
+            life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job may meet its old store
+            name = f"{life}/{'-'.join(map(str, ranks))}/{_made[ranks]}"
             store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
             self._messages = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=timeout))
         self._notices = _Notices(name)

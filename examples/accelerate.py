@@ -1,0 +1,83 @@
+"""Hugging Face Accelerate: hook the prepared model, and let save_state() and load_state() take every rank along.
+
+python examples/accelerate.py
+torchrun --nproc-per-node 2 examples/accelerate.py --out run
+torchrun --nproc-per-node 2 examples/accelerate.py --out run --resume     # as many steps again
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import accuracy, digits, join_or_be_alone, network, options, summary
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+import oktopk
+from oktopk.sinks import MemorySink
+
+sys.path.pop(0)  # this folder: without it, "accelerate" is the package and not this file
+from accelerate import Accelerator
+
+
+def save_with(accelerator: Accelerator, state: oktopk.OkTopkState) -> None:
+    """Make the state a part of the accelerator's checkpoints.
+
+    register_for_checkpointing() will not do: of what is registered there, only the first rank's is written.
+    These hooks run on all ranks.
+    """
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        torch.save(state.state_dict(), Path(folder) / f"oktopk-rank{state.rank}.pt")
+
+    def load(models: list[Any], folder: str) -> None:
+        state.load_state_dict(torch.load(Path(folder) / f"oktopk-rank{state.rank}.pt", weights_only=True))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--out", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    join_or_be_alone()  # otherwise a lone process gets no DDP model, and has nothing to hook
+    accelerator = Accelerator(cpu=True)
+
+    train, test = digits()
+    plain, sgd = network(), torch.optim.SGD
+    model, optimizer, loader = accelerator.prepare(
+        plain, sgd(plain.parameters(), lr=0.1, momentum=0.9), DataLoader(train, batch_size=32, shuffle=True)
+    )
+    memory = MemorySink()
+    state = oktopk.OkTopkState(
+        density=chosen.density,
+        warmup_steps=chosen.warmup_steps,
+        auto=False,  # the default is to go back to dense where that is faster: here, on one host, it is
+        sinks=[memory],
+    ).register(model, optimizer.optimizer)  # PyTorch's own: Accelerate's wrapper takes no hooks
+    save_with(accelerator, state)
+    if chosen.resume:
+        accelerator.load_state(str(chosen.out))
+        accelerator.print(f"goes on from step {state.step}")
+
+    for x, y in islice(cycle(loader), chosen.steps):
+        optimizer.zero_grad()
+        accelerator.backward(cross_entropy(model(x), y))
+        optimizer.step()
+
+    accelerator.print(summary(state.world, accuracy(accelerator.unwrap_model(model), test), memory))
+    if chosen.out:
+        accelerator.save_state(str(chosen.out))
+    state.close()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
