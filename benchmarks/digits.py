@@ -1,7 +1,8 @@
 """Does it converge like dense? Handwritten digits (scikit-learn's, 8 x 8), a small network, P ranks as threads.
 
 Every contender trains the same network from the same start on the same batches; only the reduction differs. With
-momentum correction the optimizer has no momentum of its own. Accuracy is that of the test set after the last epoch.
+momentum correction the optimizer has no momentum of its own. Accuracy is that of the test set, after the last
+epoch.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def main() -> None:
         warmup_steps=chosen.warmup_steps,
         auto=False,  # the default is to go back to dense where that is faster: here, on one host, it is
         sinks=[memory],
-    ).register(model, optimizer.optimizer)  # PyTorch's own: Accelerate's wrapper takes no hooks
+    ).register(model, optimizer)
     save_with(accelerator, state)
     if chosen.resume:
         accelerator.load_state(str(chosen.out))

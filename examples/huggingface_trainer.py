@@ -37,9 +37,8 @@ class OkTopkCallback(TrainerCallback):
         self.state: oktopk.OkTopkState | None = None
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, optimizer: Any, **__: Any) -> None:
-        # The model that callbacks are given is the bare one; the trainer has the one in DDP. Accelerate's wrapper
-        # of the optimizer takes no hooks, so take what is inside.
-        self.state = oktopk.OkTopkState(**self.settings).register(self.trainer.model_wrapped, optimizer.optimizer)
+        # The model that callbacks are given is the bare one; the trainer has the one in DDP.
+        self.state = oktopk.OkTopkState(**self.settings).register(self.trainer.model_wrapped, optimizer)
         if self.resume_from is not None:
             self.state.load_state_dict(torch.load(self.file(self.resume_from), weights_only=True))
 

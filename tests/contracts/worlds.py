@@ -35,9 +35,8 @@ import oktopk
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(
-    ["oktopk", "pytest", "torch.distributed", "torch._dynamo"]
-)  # imported once, for all worlds
+# Imported once, for all worlds; the last is what DDP and optimizers import when the first one is made.
+_FORKSERVER.set_forkserver_preload(["oktopk", "pytest", "torch.distributed", "torch._dynamo"])
 
 
 @dataclass(frozen=True)
