@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from .kernels import Picked, backend
@@ -57,13 +56,12 @@ class Accumulator:
         self.work.zero_()
         return sum(self.kernels.scatter_add_(self.work, p.indices, p.values / world) for p in parts)
 
-    def finish_dense(self, mean: Tensor) -> int:
+    def finish_dense(self, mean: Tensor) -> None:
         """Everything went out: the result is `mean` and nothing is left behind."""
         if mean is not self.work:
             self.work.copy_(mean)
         if self.residual is not None:
             self.residual.zero_()
-        return int(torch.count_nonzero(self.work))
 
     def roll_back(self) -> None:
         """As if the step had not been: the old residual, and a result of zeros."""

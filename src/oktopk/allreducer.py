@@ -54,7 +54,7 @@ class AllReducer(Pipeline):
     ) -> None:
         settings = Settings.of(compressor, density, warmup_steps, norm_clip, auto, options)
         self._parameters = dict(named_parameters)
-        self.buckets = make_buckets(self._sizes(), buckets)
+        self.buckets = make_buckets(self._sizes(), buckets, _kinds(self._parameters))
         super().__init__(
             settings,
             exclusive_communicator(timeout) if comm is None else comm,
@@ -113,7 +113,7 @@ class AllReducer(Pipeline):
         self.drain()
         self._parameters |= named_parameters
         new = {name: p.numel() for name, p in named_parameters.items() if p.requires_grad}
-        self.buckets += make_buckets(new) if new else ()
+        self.buckets += make_buckets(new, kinds=_kinds(self._parameters)) if new else ()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where this rank's state_dict() was taken, in the buckets that it had."""
@@ -132,3 +132,7 @@ class AllReducer(Pipeline):
             like = self._parameters[bucket.names[0]]
             self._flat[bucket] = torch.empty(bucket.size, dtype=like.dtype, device=like.device)
         return self._flat[bucket]
+
+
+def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.device]]:
+    return {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from .comm import Communicator, gather_json
+import torch
+
+from .comm import Communicator, pack, unpack
 
 TRIAL = 8
 """Sparse steps before the first decision; the first ones compile kernels and evaluate thresholds exactly."""
@@ -75,9 +77,9 @@ class Choice:
 
 def decide(comm: Communicator, choices: Sequence[Choice]) -> None:
     """All ranks share what they measured, and take the same decision for every bucket."""
-    reports = gather_json(comm, [choice.medians() for choice in choices], "dense or sparse")
-    for index, choice in enumerate(choices):
-        dense = sum(report[index][0] for report in reports) / comm.world
-        sparse = sum(report[index][1] for report in reports) / comm.world
+    message = pack(torch.tensor([choice.medians() for choice in choices], dtype=torch.float64).flatten())
+    gathered = comm.all_gather(message, message.numel(), "dense or sparse", control=True)
+    means = torch.stack([unpack(report, torch.float64) for report in gathered]).mean(0)
+    for choice, (dense, sparse) in zip(choices, means.view(-1, 2).tolist(), strict=True):
         choice.agreed = dense, sparse
         choice.dense = dense > 0 and sparse > GAIN * dense

@@ -105,6 +105,8 @@ def sparse_allreduce(
         device=acc.work.device,
     )
     reduction, found = reduce_step(chosen, channel, acc, k, state)
+    if reduction.mean is not None:
+        found = int(torch.count_nonzero(acc.work))
     mean = _returned(acc, tensor, meter)
     if out is not None:
         mean = out if out.data_ptr() == mean.data_ptr() else out.copy_(mean)

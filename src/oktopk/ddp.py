@@ -112,7 +112,7 @@ class OkTopkState(Pipeline):
                     parameter.grad = None
 
     def _name(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        named = [(name.replace("_orig_mod.", ""), p) for name, p in named_parameters if p.requires_grad]
         prefix = "module." if all(name.startswith("module.") for name, _ in named) else ""
         self._names = {parameter: name.removeprefix(prefix) for name, parameter in named}
         self._complete = True
@@ -190,7 +190,8 @@ class OkTopkState(Pipeline):
         if self._layout is None:
             names = {name: index for index, name in enumerate(self._names.values())}
             ordered = dict(sorted(sizes.items(), key=lambda item: names[item[0]]))
-            self._layout = make_buckets(ordered, self._plan)
+            kinds = {name: (p.dtype, p.device) for p, name in self._names.items()}
+            self._layout = make_buckets(ordered, self._plan, kinds)
         return self._layout
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

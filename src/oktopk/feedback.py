@@ -21,10 +21,10 @@ class Feedback:
         self._flat: dict[Bucket, Tensor] = {}
         self._by_name: dict[str, Tensor] = {}
 
-    def peek(self, bucket: Bucket) -> Tensor | None:
+    def peek(self, bucket: Bucket, device: torch.device | None = None) -> Tensor | None:
         """The memory of a bucket if any of it has ever been used."""
         if bucket in self._flat or any(name in self._by_name for name in bucket.names):
-            return self.flat(bucket)
+            return self.flat(bucket, device)
         return None
 
     def flat(self, bucket: Bucket, device: torch.device | None = None) -> Tensor:

@@ -50,6 +50,10 @@ class Lane:
     residual_norm: float = 0.0
     warned: bool = False
 
+    @property
+    def never_sparse(self) -> bool:
+        return self.always_dense.numel() == self.bucket.size
+
 
 @dataclass(frozen=True)
 class Settled:
@@ -81,7 +85,9 @@ class LaneReducer:
 
     def dense(self, lane: Lane, grad: Tensor, scale: float | None, step: int, inspect: Inspect) -> Settled:
         account = Account(self.meter, step, lane.index, lane.bucket.size)
-        residual = self.residuals.peek(lane.bucket)  # if sparse steps, or lost ones, have left something
+        residual = self.residuals.peek(
+            lane.bucket, grad.device
+        )  # if sparse steps, or lost ones, have left something
         plain = residual is None and scale is None and not self.settings.momentum
         work = grad if plain else _unscaled(grad, scale)
         channel = Channel(self.meter, lane.bucket.size, stopwatch=account.watch)
@@ -93,10 +99,11 @@ class LaneReducer:
         if not reduction.skipped:
             self._keep_velocity(lane.bucket, velocity, ())  # nothing was held back, so there is nothing to mask
         self._blocked = account.exchange
-        lane.residual_norm = 0.0
         event = account.close(
-            DENSE, "dense", Volume(lane.bucket.size, lane.bucket.size, grad.nbytes), local_count=lane.bucket.size
-        )
+            DENSE, "dense", Volume(lane.bucket.size, lane.bucket.size, grad.nbytes),
+            local_count=lane.bucket.size,
+            residual_norm=0.0 if residual is None else self._measure(lane, residual, step),
+        )  # fmt: skip
         return Settled(lane, grad, work, scale, event, dense_entries=None if reduction.skipped else slice(None))
 
     def sparse(
@@ -225,7 +232,7 @@ class LaneReducer:
             return
         largest = torch.finfo(grad.dtype).max
         grad.copy_(work.clamp(-largest, largest))
-        residual = self.residuals.peek(settled.lane.bucket)
+        residual = self.residuals.peek(settled.lane.bucket, work.device)
         if residual is not None and self.meter.rank == 0:  # what the type cannot hold stays with rank 0
             residual.add_((work - grad).div_(settled.scale or 1.0), alpha=self.meter.world)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -42,16 +42,35 @@ class Bucket:
         return f"{first} … {rest[-1]} ({len(self.names)} parameters)" if rest else first
 
 
-def make_buckets(sizes: Mapping[str, int], plan: BucketPlan = DEFAULT_BUCKET_MB) -> tuple[Bucket, ...]:
+def make_buckets(
+    sizes: Mapping[str, int], plan: BucketPlan = DEFAULT_BUCKET_MB, kinds: Mapping[str, Hashable] | None = None
+) -> tuple[Bucket, ...]:
     """Buckets for parameters in the order of the model.
 
-    By size they are filled from the last parameter to the first, as backward delivers gradients.
+    By size they are filled from the last parameter to the first, as backward delivers gradients. Parameters of
+    different kinds (types, devices) are never in one bucket.
 
     >>> [bucket.names for bucket in make_buckets({"a": 100, "b": 200, "c": 300}, plan=0.002)]
     [('c', 'b'), ('a',)]
     """
     if not sizes:
         raise ValueError("there are no parameters that require a gradient")
+    kind_of = kinds or dict.fromkeys(sizes)
+    return tuple(
+        Bucket(tuple(names), tuple(sizes[name] for name in names))
+        for bucket in _planned(sizes, plan)
+        for names in _by_kind(bucket.names, kind_of)
+    )
+
+
+def _by_kind(names: Sequence[str], kind_of: Mapping[str, Hashable]) -> list[list[str]]:
+    apart: dict[Hashable, list[str]] = {}
+    for name in names:
+        apart.setdefault(kind_of[name], []).append(name)
+    return list(apart.values())
+
+
+def _planned(sizes: Mapping[str, int], plan: BucketPlan) -> tuple[Bucket, ...]:
     if plan == "model":
         return (Bucket(tuple(sizes), tuple(sizes.values())),)
     if isinstance(plan, (int, float)) and not isinstance(plan, bool) and plan > 0:

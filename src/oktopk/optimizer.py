@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -78,7 +79,6 @@ class DistributedOptimizer(Optimizer):
         )  # fmt: skip
         self.reducer.check_momentum(optimizer)
         self._backward_passes = backward_passes
-        self._scaled = grad_scaler is not None
         self._synchronized = False
         self._lock = threading.Lock()  # with several devices, hooks run in several threads
         self._handles: list[RemovableHandle] = []
@@ -90,10 +90,13 @@ class DistributedOptimizer(Optimizer):
     # Gradients, as backward delivers them.
 
     def _listen(self, named: Mapping[str, nn.Parameter]) -> None:
+        listener = weakref.ref(self)  # parameters outlive an optimizer that is thrown away, in a notebook say
         for name, parameter in named.items():
 
             def arrived(_: Tensor, name: str = name) -> None:
-                self._arrived(name)
+                optimizer = listener()
+                if optimizer is not None:
+                    optimizer._arrived(name)
 
             handle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
@@ -130,7 +133,12 @@ class DistributedOptimizer(Optimizer):
         return len(self._waiting) < len(self.reducer.buckets)
 
     def synchronize(self) -> StepEvent:
-        """Wait until all gradients are averaged; missing ones count as zeros. step() then goes on from here."""
+        """Wait until all gradients are averaged; missing ones count as zeros. step() then goes on from here.
+
+        Called again before the next backward pass, it changes nothing.
+        """
+        if self._synchronized and self.reducer.last is not None:
+            return self.reducer.last
         grads = {name: parameter.grad for name, parameter in self._named.items()}
         factor = self.reducer.clip_factor(grad for grad in grads.values() if grad is not None)
         while self._waiting:
@@ -150,7 +158,7 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             return self.inner.step(self._with_average(closure))
         if not self._synchronized:
-            if self._scaled:
+            if self.reducer.scaled:
                 raise RuntimeError("call optimizer.synchronize() after backward, before GradScaler.step()")
             self.synchronize()
         self._synchronized = False
@@ -163,6 +171,8 @@ class DistributedOptimizer(Optimizer):
             self._synchronized = False
             if self.reducer.skipped:
                 self.zero_grad()
+            if loss is None:
+                return None
             mean = torch.as_tensor(loss).detach().clone().to(torch.float32).reshape(1).cpu()
             self.reducer.run(lambda comm: comm.all_reduce_(mean, "loss", control=True))
             return mean.div_(self.reducer.world).to(torch.as_tensor(loss).device).squeeze(0)
@@ -171,14 +181,25 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._under_way:
-            raise RuntimeError("gradients are being averaged: call step() or synchronize() before zero_grad()")
+            raise RuntimeError(
+                "gradients are being averaged: before zero_grad() call step(), synchronize() or, if backward has "
+                "failed on all ranks, abandon()"
+            )
+        self._synchronized = False
         super().zero_grad(set_to_none)
+
+    def abandon(self) -> None:
+        """Give up a step whose backward pass has failed, on all ranks: what was sent returns to the residuals."""
+        self.reducer.abandon()
+        self._expect()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Parameters that join later are reduced in buckets of their own."""
         if not hasattr(self, "reducer"):  # while Optimizer.__init__ runs
             super().add_param_group(param_group)
             return
+        if self._under_way:
+            raise RuntimeError("gradients are being averaged: add parameters after step()")
         self.inner.add_param_group(param_group)
         self._link()
         every = name_parameters(self.inner, ((name, p) for name, p in self._named.items()), strict=False)
@@ -187,6 +208,7 @@ class DistributedOptimizer(Optimizer):
         self._named |= new
         self._listen(new)
         self._expect()
+        self.reducer.run(lambda comm: broadcast_tensors(comm, new))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under "oktopk" what this rank keeps back: every rank saves its own."""

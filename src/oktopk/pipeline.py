@@ -32,6 +32,8 @@ class Scaler(Protocol):
 
     def get_scale(self) -> float: ...
 
+    def is_enabled(self) -> bool: ...
+
 
 class Pipeline:
     """One FIFO worker thread with a communicator of its own, and the reducer it drives.
@@ -57,9 +59,9 @@ class Pipeline:
         steps = self._steps  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
-            steps.abandon()
             if not isinstance(error, NonFiniteError):  # that one all ranks raise by themselves
                 comm.fail(error)
+            steps.abandon()
 
         self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up)
         self._scaler = grad_scaler
@@ -77,8 +79,13 @@ class Pipeline:
         steps, scale = self._steps, self._scale()
         self._hand_over(lambda: steps.reduce(bucket, grad, scale))
 
+    @property
+    def scaled(self) -> bool:
+        """Whether a GradScaler is at work; one that is disabled is none."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
     def _scale(self) -> float | None:
-        return None if self._scaler is None else float(self._scaler.get_scale())
+        return float(self._scaler.get_scale()) if self._scaler is not None and self.scaled else None
 
     def clip_factor(self, grads: Iterable[Tensor]) -> float:
         """What norm_clip asks to multiply these gradients with, the whole of this rank's."""
@@ -189,7 +196,7 @@ class Pipeline:
                 "exposed_seconds": last.exposed,
                 "hidden_share": last.hidden_share,
             }
-        for lane in steps.lanes.values() if self.settings.auto else ():
+        for lane in (lane for lane in steps.lanes.values() if self.settings.auto and not lane.never_sparse):
             dense, sparse = lane.choice.agreed
             figures |= {
                 f"bucket{lane.index}/goes_dense": float(lane.choice.dense),
@@ -202,19 +209,24 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank must keep, as tensors and primitives: every rank saves its own."""
-        self.drain()
+        self._check_between_steps()
         return save_state(self._steps)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where this rank's state_dict() was taken."""
-        self.drain()
+        self._check_between_steps()
         load_state(self._steps, saved)
+
+    def _check_between_steps(self) -> None:
+        self.drain()
+        if self._first_handed is not None:
+            raise RuntimeError("a step is under way: finish it, by step() or synchronize(), and save or load then")
 
     # Optimizers and lifetime.
 
     def check_momentum(self, optimizer: Optimizer) -> None:
         if self.settings.momentum and any(
-            group.get("momentum") or group.get("betas") for group in optimizer.param_groups
+            group.get("momentum") or any(group.get("betas", ())[:1]) for group in optimizer.param_groups
         ):
             raise ValueError(
                 f"momentum correction (momentum={self.settings.momentum}) replaces the optimizer's own momentum: "
@@ -222,10 +234,15 @@ class Pipeline:
             )
 
     def close(self) -> None:
-        """End the worker thread and its connections, and close the sinks. Twice is fine."""
-        self._worker.close()
+        """End the worker thread and its connections, and close the sinks, all that were given. Twice is fine."""
+        ended = self._worker.close()
         if self._owns_comm:
             self._comm.close()
+        if not ended:
+            _log.warning(
+                "the worker still waits for another rank, and ends when its timeout of %g s has passed",
+                self._comm.timeout,
+            )
         for sink in self._steps.sinks:
             sink.close()
 

@@ -23,8 +23,9 @@ def reduce_step(
 ) -> tuple[Reduction, int]:
     """Run the algorithm and settle the outcome: acc.work becomes the mean, the residual keeps the rest.
 
-    Returns the reduction and the number of non-zeros in the mean. When the reduction is skipped, the mean is
-    zero and the residual is what it was before, to the bit; `inspect` gets to see acc before that.
+    Returns the reduction and the number of entries in the mean: its non-zeros, or all of them if it is dense.
+    When the reduction is skipped, the mean is zero and the residual is what it was before, to the bit; `inspect`
+    gets to see acc before that.
     """
     if acc.size == 0:
         return Reduction(state=state), 0
@@ -39,6 +40,7 @@ def reduce_step(
         acc.roll_back()
         return replace(reduction, state=state), 0
     if reduction.mean is not None:
-        return reduction, acc.finish_dense(reduction.mean)
+        acc.finish_dense(reduction.mean)
+        return reduction, acc.size
     acc.release(reduction.leaving)
     return reduction, acc.finish(reduction.parts, channel.world)

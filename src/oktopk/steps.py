@@ -18,6 +18,7 @@ from .lane import Inspect, Lane, LaneReducer, Settled
 from .layout import Bucket
 from .metrics import DENSE, SPARSE, MetricsSink, StepEvent, combine
 from .settings import Settings
+from .sparse import all_finite
 
 _log = logging.getLogger(__name__)
 
@@ -103,12 +104,17 @@ class StepReducer:
 
     def _name_culprits(self, lane: Lane, where: str) -> Inspect:
         def look(acc: Tensor) -> None:
-            names = [name for name, place in lane.bucket.places.items() if not acc[place].isfinite().all()]
-            self._culprits = [f"{where}: {name}" for name in names[:_NAMED]]
+            names = [name for name, place in lane.bucket.places.items() if not all_finite(acc[place])]
+            self._culprits = [f"{self._seen_in(lane, name, where)}: {name}" for name in names[:_NAMED]]
             if len(names) > _NAMED:
                 self._culprits.append(f"{where}: {len(names) - _NAMED} more")
 
         return look
+
+    def _seen_in(self, lane: Lane, name: str, where: str) -> str:
+        place = lane.bucket.places[name]
+        dense = self.settings.always_dense(name, place.stop - place.start)
+        return "the sum over ranks" if dense else where
 
     def _share_culprits(self) -> tuple[str, ...]:
         """Everybody's, the same on all ranks."""
@@ -135,6 +141,8 @@ class StepReducer:
         lane = self.lanes.get(bucket)
         if lane is not None and lane.index == index and lane.always_dense.device == grad.device:
             return lane
+        if not grad.is_floating_point():
+            raise ValueError(f"gradients of type {grad.dtype} cannot be reduced (in {bucket}): only floating ones")
         terms = {"step": self.step, "bucket": index, "parameters": bucket.names, "sizes": bucket.sizes}
         agree(self.meter, terms | {"dtype": grad.dtype} | self.settings.terms())
         always = [
@@ -157,7 +165,7 @@ class StepReducer:
     def _density(self, lane: Lane) -> float | None:
         """None when the bucket goes dense in this step."""
         density = self.settings.schedule.density_at(self.step)
-        if isinstance(self.settings.algorithm, Dense) or lane.always_dense.numel() == lane.bucket.size:
+        if isinstance(self.settings.algorithm, Dense) or lane.never_sparse:
             return None
         done, calendar = self._calendar
         if density is None or not self.settings.auto or done < 0:
@@ -171,6 +179,7 @@ class StepReducer:
         done, calendar = self._calendar
         if not self.settings.auto or isinstance(self.settings.algorithm, Dense) or not calendar.decides(done):
             return
+        lanes = [lane for lane in lanes if not lane.never_sparse]
         decide(self.meter, [lane.choice for lane in lanes])
         for lane in lanes if self.meter.rank == 0 else ():
             dense, sparse = lane.choice.agreed

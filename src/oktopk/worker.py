@@ -36,10 +36,11 @@ class _Shared:
             del job  # and what it holds
             with self.changed:
                 self.busy = False
-                if error is not None:
-                    self.error = error
-                    self.jobs.clear()
+                self.error = error
                 self.changed.notify_all()
+                if error is not None:
+                    self.jobs.clear()
+                    return
 
     def _do(self, job: Job) -> BaseException | None:
         """The error of a job, to be raised by whoever waits for it."""
@@ -69,15 +70,16 @@ class Worker:
         self._finalizer = weakref.finalize(self, self._shared.close)
 
     def submit(self, job: Job) -> None:
-        self._raise()
-        if self._shared.closed:
-            raise RuntimeError(f"{self._name} is closed")
+        shared = self._shared
+        with shared.changed:
+            self._raise()
+            if shared.closed:
+                raise RuntimeError(f"{self._name} is closed")
+            shared.jobs.append(job)
+            shared.changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._shared.run, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=shared.run, name=self._name, daemon=True)
             self._thread.start()
-        with self._shared.changed:
-            self._shared.jobs.append(job)
-            self._shared.changed.notify_all()
 
     def wait(self) -> None:
         """Until all jobs are done. They are bounded by the timeouts of what they wait for themselves."""
@@ -92,11 +94,15 @@ class Worker:
     def alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def close(self) -> None:
-        """Finish the jobs that are there and end the thread. An error that nobody has seen is not raised."""
+    def close(self) -> bool:
+        """Finish the jobs that are there and end the thread; whether it has ended within a few seconds.
+
+        An error that nobody has seen is not raised.
+        """
         self._finalizer()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_FAREWELL_SECONDS)
+        return not self.alive
 
     def _raise(self) -> None:
         if self._shared.error is not None:

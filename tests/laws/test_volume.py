@@ -212,10 +212,10 @@ def test_what_a_rank_selects_stays_in_the_band(algorithm: str) -> None:
 
 
 def test_control_bytes_are_counted_apart() -> None:
-    """Sizes, boundaries and histograms are control; an all_reduce among them is labelled modelled."""
+    """Sizes, boundaries and candidates are control; an all_reduce among them is labelled modelled."""
     (step,) = raw("oktopk", 4, 1)
     for operation, traffic in step[0].info.traffic.items():
-        expected = operation.phase in {"agreement", "regions", "counts", "exact counts", "histogram"}
+        expected = operation.phase in {"agreement", "regions", "counts", "exact counts", "magnitudes", "histogram"}
         assert operation.control == expected
         assert traffic.modelled == (operation.name == "all_reduce")
     assert step[0].info.payload.sent_bytes > 0

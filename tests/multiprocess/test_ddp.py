@@ -131,7 +131,7 @@ def uneven(connect: Callable[..., Any]) -> dict[bool, tuple[Mass, Parameters, in
         with hook_up(net, optimizer, named) as state, net.join():
             mass = weigh(net, optimizer, state, 3 + 4 * dist.get_rank())
         residual = {part.numel(): part.double() for part in state.state_dict()["residuals"].values()}
-        mass.residual.update(residual)  # a rank that ran out of data has gone on sending what it had kept
+        mass.residual.update(residual)  # a rank that ran out of data keeps what it has
         outcomes[named] = mass, parameters_of(net), state.step
     return outcomes
 

@@ -24,7 +24,7 @@ from oktopk import CommError, CommTimeout
 from oktopk.steps import StepReducer
 
 P, VICTIM, SURVIVORS = 3, 1, (0, 2)
-TIMEOUT, SLACK = 5.0, 15.0
+TIMEOUT, SLACK = 5.0, 8.0
 LONG = 80.0
 """A timeout that nobody waits for: who ends before it has been told."""
 WARMUP, LAST_STEP = 2, 5

@@ -48,6 +48,9 @@ class FixedScale:
     def get_scale(self) -> float:
         return self.scale
 
+    def is_enabled(self) -> bool:
+        return True
+
 
 def on_ranks(world: int, job: Callable[[oktopk.Communicator], T], timeout: float = 20.0) -> list[T]:
     return oktopk.run_threads(world, job, timeout=timeout)

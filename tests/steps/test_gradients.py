@@ -149,7 +149,7 @@ def test_zero_grad_while_gradients_are_being_averaged_is_an_error() -> None:
     model = make_model()
     with wrap(model, None) as optimizer:
         loss_of(model, 0, 0).backward()
-        with pytest.raises(RuntimeError, match=r"call step\(\) or synchronize\(\) before zero_grad\(\)"):
+        with pytest.raises(RuntimeError, match=r"before zero_grad\(\) call step\(\), synchronize\(\)"):
             optimizer.zero_grad()
         optimizer.synchronize()
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..accumulator import Accumulator
 from ..channel import Channel
-from ..sparse import SparseVector, sum_in_region
+from ..sparse import SparseVector, all_finite, sum_in_region
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def split_and_reduce(
     rank = channel.rank
     sent, incoming = channel.exchange(local.split(edges), edges, limit)
     sums = sum_in_region(chain([sent[rank]], incoming), edges[rank], edges[rank + 1], local.size)
-    channel.note(bool(sums.values.isfinite().all()))
+    channel.note(all_finite(sums.values))
     return sums, SparseVector.join(sent)
 
 

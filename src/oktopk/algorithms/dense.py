@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from ..accumulator import Accumulator
 from ..channel import Channel
+from ..sparse import all_finite
 from .base import Algorithm, Reduction, skip
 
 
@@ -24,6 +25,6 @@ class Dense(Algorithm):
         mean = values.mul_(1.0 / channel.world) if acc.residual is None else values * (1.0 / channel.world)
         if channel.world > 1:
             channel.comm.all_reduce_(mean, "dense")
-        if not bool(mean.isfinite().all()):
+        if not all_finite(mean):
             return skip(state)
         return Reduction(mean=mean, local_count=acc.size, state=state)

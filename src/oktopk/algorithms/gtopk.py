@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ..accumulator import Accumulator
 from ..channel import Channel
 from ..selection import select_exact
-from ..sparse import sum_in_region
+from ..sparse import all_finite, sum_in_region
 from .base import Algorithm, Reduction, rounding_error, skip
 
 
@@ -37,10 +37,10 @@ class GTopk(Algorithm):
                 parent = peer
                 break
             merged = sum_in_region([held, channel.recv(peer, k)], 0, acc.size, acc.size)
-            channel.note(bool(merged.values.isfinite().all()))
+            channel.note(all_finite(merged.values))
             held, dropped = merged.largest(k)
             back = acc.values[dropped.indices.long()] + dropped.values  # what the residual here would hold
-            channel.note(bool(back.isfinite().all()))
+            channel.note(all_finite(back))
             leaving.append(dropped.with_values(-dropped.values))
         if parent is not None:
             leaving += rounding_error(held, channel.send(held, parent))

@@ -67,7 +67,7 @@ class _Notices:
 
     def post(self, reason: str) -> None:
         try:
-            self._store.set(self._key, reason)
+            self._store.compare_set(self._key, "", reason)  # the first reason is the one that counts
         except RuntimeError as error:  # gone with its host: then the others only see a lost connection
             _log.debug("could not leave a notice of the failure: %s", error)
 

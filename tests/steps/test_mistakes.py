@@ -1,0 +1,173 @@
+"""What happens when things are done in an unusual order, by mistake or in a notebook."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from stepping import on_ranks
+from torch import nn
+from wrapping import assert_replicas, loss_of, make_model, plain_sgd, train, values, wrap
+
+import oktopk
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_is_refused() -> None:
+    model = make_model()
+    with wrap(model, None) as optimizer:
+        saved = optimizer.state_dict()
+        loss_of(model, 0, 0).backward()
+        for action in (optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+            with pytest.raises(RuntimeError, match="a step is under way"):
+                action()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_wrapping_a_model_again_as_in_a_notebook() -> None:
+    """The optimizer that was thrown away neither listens nor keeps its thread."""
+    model = make_model()
+    optimizer = wrap(model, None)
+    train(model, optimizer, 0, range(3))
+    before = threading.active_count()
+    optimizer = wrap(model, None)
+    gc.collect()
+    train(model, optimizer, 0, range(3))
+    assert threading.active_count() <= before
+    optimizer.close()
+
+
+def test_synchronize_without_step_and_then_a_rank_without_gradients() -> None:
+    """All ranks reduce in every step, whatever they have to give."""
+
+    def rank(comm: oktopk.Communicator) -> tuple[dict[str, torch.Tensor], int]:
+        model = make_model()
+        with wrap(model, comm, timeout=10) as optimizer:
+            loss_of(model, comm.rank, 0).backward()
+            first = optimizer.synchronize()
+            assert optimizer.synchronize() is first  # once is enough
+            optimizer.zero_grad()
+            if comm.rank == 0:
+                loss_of(model, comm.rank, 1).backward()
+            optimizer.step()
+            return values(model), optimizer.reducer.step
+
+    ranks = on_ranks(3, rank)
+    assert_replicas([model for model, _ in ranks])
+    assert {steps for _, steps in ranks} == {2}
+
+
+def test_a_backward_pass_that_fails_can_be_given_up() -> None:
+    """Nothing of it is applied, and what its first bucket has sent stays in the residuals."""
+
+    def rank(comm: oktopk.Communicator) -> tuple[dict[str, torch.Tensor], float]:
+        model = make_model()
+        with wrap(model, comm, plain_sgd, warmup_steps=0) as optimizer:
+            start = values(model)
+            handle = model[0].register_full_backward_pre_hook(_fail)
+            with pytest.raises(ArithmeticError):
+                loss_of(model, comm.rank, 0).backward()
+            handle.remove()
+            with pytest.raises(RuntimeError, match="abandon"):
+                optimizer.zero_grad()
+            optimizer.abandon()
+            optimizer.zero_grad()
+            assert all(torch.equal(start[name], value) for name, value in values(model).items())
+            kept = optimizer.state_dict()["oktopk"]["residuals"]
+            train(model, optimizer, comm.rank, range(1, 4))
+            return values(model), sum(float(part.abs().sum()) for part in kept.values())
+
+    ranks = on_ranks(3, rank)
+    assert_replicas([model for model, _ in ranks])
+    assert all(kept > 0 for _, kept in ranks)
+
+
+def _fail(module: nn.Module, grad_output: object) -> None:
+    raise ArithmeticError("backward fails here")
+
+
+def test_parameters_cannot_join_in_the_middle_of_a_step() -> None:
+    model, more = make_model(), nn.Linear(2, 2)
+    with wrap(model, None) as optimizer:
+        loss_of(model, 0, 0).backward()
+        with pytest.raises(RuntimeError, match="add parameters after step"):
+            optimizer.add_param_group({"params": list(more.parameters())})
+
+
+def test_parameters_that_join_later_start_as_those_of_rank_0() -> None:
+    def rank(comm: oktopk.Communicator) -> dict[str, torch.Tensor]:
+        model, more = make_model(), make_model(seed=1 + comm.rank)
+        with wrap(model, comm) as optimizer:
+            optimizer.add_param_group({"params": list(more.parameters())})
+            return values(more)
+
+    assert_replicas(on_ranks(3, rank))
+
+
+def test_a_closure_may_return_nothing() -> None:
+    model = make_model()
+    with wrap(model, None) as optimizer:
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            loss_of(model, 0, 0).backward()
+
+        assert optimizer.step(closure) is None
+        assert optimizer.reducer.step == 1
+
+
+@pytest.mark.parametrize("plan", ["model", 25.0, [["weight", "scale"], ["bias"]]])
+def test_types_are_not_mixed_in_a_bucket(plan: object) -> None:
+    """16-bit weights and 32-bit scales: both come back in their own type, none rounded to the other."""
+    model = nn.Linear(40, 5, dtype=torch.float16)
+    model.scale = nn.Parameter(torch.ones(7))
+    with oktopk.AllReducer(model.named_parameters(), buckets=plan, warmup_steps=0, density=1.0) as reducer:
+        exact = torch.full((7,), 1.0001)
+        grads = {"weight": torch.ones(5, 40, dtype=torch.float16), "scale": exact.clone()}
+        result = reducer.sync(grads)
+    assert torch.equal(result["scale"], exact)
+    assert {name: grad.dtype for name, grad in result.items()} == {
+        name: parameter.dtype for name, parameter in model.named_parameters()
+    }
+
+
+def test_complex_parameters_are_refused() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with oktopk.AllReducer([("w", parameter)]) as reducer, pytest.raises(ValueError, match="complex64"):
+        reducer.sync({"w": torch.zeros(3, dtype=torch.complex64)})
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(10, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with (
+        oktopk.AllReducer(embedding.named_parameters()) as reducer,
+        pytest.raises(ValueError, match="sparse=False"),
+    ):
+        reducer.sync({"weight": embedding.weight.grad})
+
+
+def test_a_scaler_that_is_switched_off_is_none() -> None:
+    """The usual GradScaler(enabled=use_amp): a lost step gives zeros, and synchronize() need not be called."""
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with wrap(model, None, grad_scaler=scaler) as optimizer:
+        start = values(model)
+        scaler.scale(loss_of(model, 0, 0) * float("nan")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.reducer.skipped
+        assert all(torch.equal(start[name], value) for name, value in values(model).items())
+        assert all(bool((p.grad == 0).all()) for p in model.parameters())
+
+
+def test_a_bucket_that_is_always_dense_is_not_compared() -> None:
+    model = make_model()
+    with wrap(
+        model, None, auto=True, dense=["2.*"], buckets=[["2.weight", "2.bias"], ["0.weight", "0.bias"]]
+    ) as opt:
+        train(model, opt, 0, range(12))
+        assert not any(name.startswith("bucket0/") for name in opt.stats())
+        assert any(name.startswith("bucket1/") for name in opt.stats())
