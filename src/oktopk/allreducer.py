@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .algorithms import Algorithm
 from .checkpoint import saved_layout
@@ -15,11 +16,6 @@ from .layout import DEFAULT_BUCKET_MB, Bucket, BucketPlan, differences, gather, 
 from .metrics import MetricsSink
 from .pipeline import Pipeline, Scaler
 from .settings import Options, Settings
-
-try:
-    from typing import Unpack
-except ImportError:  # Python 3.10
-    from typing_extensions import Unpack
 
 
 class AllReducer(Pipeline):

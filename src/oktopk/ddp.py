@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from .algorithms import Algorithm
 from .checkpoint import saved_layout
@@ -19,11 +20,6 @@ from .layout import Bucket, BucketPlan, differences, gather, make_buckets, scatt
 from .metrics import MetricsSink
 from .pipeline import Pipeline, Scaler
 from .settings import Options, Settings
-
-try:
-    from typing import Unpack
-except ImportError:  # Python 3.10
-    from typing_extensions import Unpack
 
 _log = logging.getLogger(__name__)
 

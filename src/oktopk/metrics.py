@@ -91,8 +91,30 @@ class Wire:
         return Wire(*(getattr(self, name) + getattr(more, name) for name in self.__dataclass_fields__))
 
 
+class Densities:
+    """Counts as shares of the whole."""
+
+    volume: Volume
+    target_count: int
+    local_count: int
+
+    @property
+    def target_density(self) -> float:
+        return self.target_count / self.volume.size if self.volume.size else 1.0
+
+    @property
+    def local_density(self) -> float:
+        """What this rank really sent."""
+        return self.local_count / self.volume.size if self.volume.size else 1.0
+
+    @property
+    def global_density(self) -> float:
+        """That of the result: up to P times the local one."""
+        return self.volume.count / self.volume.size if self.volume.size else 1.0
+
+
 @dataclass(frozen=True)
-class ReductionEvent:
+class ReductionEvent(Densities):
     """One bucket in one step, on one rank."""
 
     step: int
@@ -122,23 +144,9 @@ class ReductionEvent:
     """When, in seconds of time.perf_counter()."""
     spans: tuple[Span, ...] = ()
 
-    @property
-    def target_density(self) -> float:
-        return self.target_count / self.volume.size if self.volume.size else 1.0
-
-    @property
-    def local_density(self) -> float:
-        """What this rank really sent."""
-        return self.local_count / self.volume.size if self.volume.size else 1.0
-
-    @property
-    def global_density(self) -> float:
-        """That of the result: up to P times the local one."""
-        return self.volume.count / self.volume.size if self.volume.size else 1.0
-
 
 @dataclass(frozen=True)
-class StepEvent:
+class StepEvent(Densities):
     """All buckets of one step, on one rank."""
 
     step: int
@@ -160,18 +168,6 @@ class StepEvent:
     """When the last bucket was handed in: the end of backward, as far as the reducer can see."""
     stop: float
     reductions: tuple[ReductionEvent, ...] = field(default=(), repr=False)
-
-    @property
-    def target_density(self) -> float:
-        return self.target_count / self.volume.size if self.volume.size else 1.0
-
-    @property
-    def local_density(self) -> float:
-        return self.local_count / self.volume.size if self.volume.size else 1.0
-
-    @property
-    def global_density(self) -> float:
-        return self.volume.count / self.volume.size if self.volume.size else 1.0
 
     @property
     def exposed(self) -> float:

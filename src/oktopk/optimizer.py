@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Unpack
 
 from .algorithms import Algorithm
 from .allreducer import AllReducer
@@ -20,11 +21,6 @@ from .layout import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from .metrics import MetricsSink, StepEvent
 from .pipeline import Scaler
 from .settings import Options
-
-try:
-    from typing import Unpack
-except ImportError:  # Python 3.10
-    from typing_extensions import Unpack
 
 
 class DistributedOptimizer(Optimizer):
