@@ -30,6 +30,7 @@ bench: $(INSTALLED) ## run the benchmarks one after another
 	$(BIN)/python benchmarks/volume.py
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/digits.py
+	$(BIN)/python benchmarks/links.py
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -37,5 +38,6 @@ clean: ## remove caches and build products; .venv stays
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv, which takes some minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,examples,dev]'
 	touch $@

@@ -47,11 +47,16 @@ class Run:
         folder = out / f"step{self.state.step:06}"
         folder.mkdir(parents=True, exist_ok=True)
         parts = {"model": self.model.module, "optimizer": self.optimizer, "oktopk": self.state}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, folder / f"rank{self.state.rank}.pt")
+        torch.save(
+            {name: part.state_dict() for name, part in parts.items()}, folder / f"rank{self.state.rank:04}.pt"
+        )
         dist.barrier()  # the checkpoint is complete when all ranks have written
 
     def load(self, out: Path) -> None:
-        files = sorted(max(out.glob("step*")).glob("rank*.pt"))
+        folders = sorted(out.glob("step*"))
+        if not folders:
+            raise SystemExit(f"no checkpoint in {out}: run without --resume first")
+        files = sorted(folders[-1].glob("rank*.pt"))
         rank, world = self.state.rank, self.state.world
         saved = torch.load(files[rank % len(files)], weights_only=True)
         if len(files) == world:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class AllReducer(Pipeline):
         **options: Unpack[Options],
     ) -> None:
         settings = Settings.of(compressor, density, warmup_steps, norm_clip, auto, options)
-        self._parameters = dict(named_parameters)
+        self._parameters = dict(_pairs(named_parameters))
         self.buckets = make_buckets(self._sizes(), buckets, _kinds(self._parameters))
         super().__init__(
             settings,
@@ -70,6 +70,10 @@ class AllReducer(Pipeline):
         unknown = [name for name in grads if name not in self._parameters]
         if unknown:
             raise ValueError(f"unknown parameter {unknown[0]!r}: gradients go by the names given at the start")
+        for name, grad in grads.items():
+            if grad is not None and grad.shape != self._parameters[name].shape:
+                shape = tuple(self._parameters[name].shape)
+                raise ValueError(f"the gradient of {name} has shape {tuple(grad.shape)}, its parameter {shape}")
         factor = self.clip_factor(grad for grad in grads.values() if grad is not None)
         for bucket in self.buckets:
             self.submit_named(bucket, grads, factor)
@@ -128,6 +132,13 @@ class AllReducer(Pipeline):
             like = self._parameters[bucket.names[0]]
             self._flat[bucket] = torch.empty(bucket.size, dtype=like.dtype, device=like.device)
         return self._flat[bucket]
+
+
+def _pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for pair in named_parameters:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError("named_parameters must be pairs of name and tensor: pass model.named_parameters()")
+        yield pair
 
 
 def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.device]]:

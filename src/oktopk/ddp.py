@@ -81,6 +81,8 @@ class OkTopkState(Pipeline):
 
     def register(self, model: DistributedDataParallel, optimizer: Optimizer | None = None) -> "OkTopkState":
         """Hook up with a model, know its parameters by name, and guard the optimizer if one is given."""
+        if not hasattr(model, "register_comm_hook"):
+            raise TypeError(f"register needs the DistributedDataParallel model, got {type(model).__name__}")
         if self._names and any(p not in self._names for p in model.parameters() if p.requires_grad):
             raise ValueError(_ANOTHER_MODEL)
         self._name(model.named_parameters())

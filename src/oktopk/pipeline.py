@@ -63,7 +63,8 @@ class Pipeline:
                 comm.fail(error)
             steps.abandon()
 
-        self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up)
+        patience = min(0.5 + comm.rank, 5.0)
+        self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up, patience)
         self._scaler = grad_scaler
         self._first_handed: float | None = None
         self._last_handed = 0.0
@@ -245,6 +246,13 @@ class Pipeline:
             )
         for sink in self._steps.sinks:
             sink.close()
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        return (
+            f"{type(self).__name__}(algorithm={settings.algorithm.name!r}, density={settings.density:g}, "
+            f"warmup_steps={settings.warmup_steps}, step={self.step}, rank {self.rank} of {self.world})"
+        )
 
     def __enter__(self: Self) -> Self:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
@@ -68,11 +69,8 @@ class Settings:
         patterns = chosen.pop("dense", ())
         if isinstance(patterns, str):
             raise ValueError(f"dense must be a list of patterns like ['*.bias'], got {patterns!r}")
-        unknown = set(chosen) - set(cls.__dataclass_fields__)
-        if unknown:
-            raise TypeError(
-                f"unknown option {sorted(unknown)[0]!r}: choose from {', '.join(Options.__annotations__)}"
-            )
+        for name in sorted(set(chosen) - set(Options.__annotations__)):
+            raise TypeError(f"unknown option {name!r}: {_hint(name, list(cls.__dataclass_fields__))}")
         return cls(
             find_algorithm(algorithm),
             density,
@@ -108,3 +106,11 @@ class Settings:
     def terms(self) -> dict[str, object]:
         """What ranks must agree on."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def _hint(name: str, fields: list[str]) -> str:
+    if name in ("algorithm", "compressor"):
+        return f"here it is called {'compressor' if name == 'algorithm' else 'algorithm'!r}"
+    known = [*fields, "buckets", "grad_scaler", "sinks", "timeout", "trainer"]
+    close = get_close_matches(name, known, 1)
+    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"

@@ -23,6 +23,7 @@ class _Shared:
         self.closed = False
         self.error: BaseException | None = None
         self.on_error = on_error
+        self.thread: threading.Thread | None = None
 
     def run(self) -> None:
         while True:
@@ -54,20 +55,27 @@ class _Shared:
             return error
         return None
 
-    def close(self) -> None:
+    def close(self, patience: float) -> bool:
+        """Ask the thread to end, and wait for it; whether it has ended."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
+        if self.thread is None or self.thread is threading.current_thread():
+            return True
+        self.thread.join(patience)
+        return not self.thread.is_alive()
 
 
 class Worker:
     """Starts its thread with the first job. After an error it takes no more: each call raises that error."""
 
-    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, name: str, on_error: Callable[[BaseException], None], patience: float = 0.5) -> None:
         self._name = name
         self._shared = _Shared(on_error)
-        self._thread: threading.Thread | None = None
-        self._finalizer = weakref.finalize(self, self._shared.close)
+        # Also at exit: a thread that comes back from native code into an interpreter that is gone aborts the
+        # process. If all ranks leave at once, as by Ctrl-C, each one's thread waits for the others; so they are
+        # patient for different times, and whoever goes first wakes the threads of all others.
+        self._finalizer = weakref.finalize(self, self._shared.close, patience)
 
     def submit(self, job: Job) -> None:
         shared = self._shared
@@ -77,9 +85,9 @@ class Worker:
                 raise RuntimeError(f"{self._name} is closed")
             shared.jobs.append(job)
             shared.changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=shared.run, name=self._name, daemon=True)
-            self._thread.start()
+        if shared.thread is None:
+            shared.thread = threading.Thread(target=shared.run, name=self._name, daemon=True)
+            shared.thread.start()
 
     def wait(self) -> None:
         """Until all jobs are done. They are bounded by the timeouts of what they wait for themselves."""
@@ -92,17 +100,14 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._shared.thread is not None and self._shared.thread.is_alive()
 
     def close(self) -> bool:
         """Finish the jobs that are there and end the thread; whether it has ended within a few seconds.
 
         An error that nobody has seen is not raised.
         """
-        self._finalizer()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_FAREWELL_SECONDS)
-        return not self.alive
+        return self._shared.close(_FAREWELL_SECONDS)
 
     def _raise(self) -> None:
         if self._shared.error is not None:

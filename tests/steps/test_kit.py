@@ -256,7 +256,7 @@ def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(TypeError, match="unknown option 'warmup': choose from ramp_steps"):
+    with pytest.raises(TypeError, match="unknown option 'warmup': did you mean 'warmup_steps'"):
         stepping.reducer_on(None, warmup=3)
 
 

@@ -171,3 +171,38 @@ def test_a_bucket_that_is_always_dense_is_not_compared() -> None:
         train(model, opt, 0, range(12))
         assert not any(name.startswith("bucket0/") for name in opt.stats())
         assert any(name.startswith("bucket1/") for name in opt.stats())
+
+
+def test_a_gradient_of_another_shape_is_refused_before_anything_is_sent() -> None:
+    """Also if it has as many entries: a transposed weight would be averaged into the wrong places."""
+    layer = nn.Linear(3, 2, bias=False)
+    with oktopk.AllReducer(layer.named_parameters(), warmup_steps=0) as reducer:
+        for wrong in (torch.zeros(3, 2), torch.zeros(5)):
+            with pytest.raises(ValueError, match=r"weight has shape \(.*\), its parameter \(2, 3\)"):
+                reducer.sync({"weight": wrong})
+        assert reducer.sync({"weight": torch.ones(2, 3)})["weight"].shape == (2, 3)
+
+
+def test_parameters_without_names_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"pass model.named_parameters\(\)"):
+        oktopk.AllReducer(nn.Linear(3, 2).parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("algorithm", "it is called 'compressor'"), ("densty", "did you mean 'density'"), ("xyz", "choose from")],
+)
+def test_options_that_do_not_exist(option: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=hint):
+        oktopk.AllReducer(nn.Linear(3, 2).named_parameters(), **{option: 1})
+
+
+def test_it_says_once_when_everything_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
+    """Alone, dense costs nothing; a user who waits for the sparse phase must hear of it."""
+    model = make_model()
+    with wrap(model, None, auto=True, warmup_steps=4) as optimizer:
+        train(model, optimizer, 0, range(14))
+        said = [record.getMessage() for record in caplog.records if "stay dense" in record.getMessage()]
+        assert len(said) == 1
+        assert "auto=False" in said[0]
+        assert "density=0.1" in repr(optimizer.reducer)
