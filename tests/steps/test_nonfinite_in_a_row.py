@@ -59,7 +59,7 @@ def test_skipped_steps_are_counted_and_logged_once(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING, logger="oktopk"):
         stepping.on_ranks(3, job)
     assert [record.getMessage() for record in caplog.records] == [
-        f"step {step} skipped on all ranks, not finite: rank 1: b" for step in (2, 3)
+        f"oktopk: step {step} skipped on all ranks, not finite: rank 1: b" for step in (2, 3)
     ]
 
 
