@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from .kernels import Picked, backend
@@ -68,3 +69,9 @@ class Accumulator:
         if self.residual is not None and self._absorbed:
             self.residual.copy_(self.work)
         self.work.zero_()
+
+
+def narrowed(mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a narrower type, never infinite."""
+    largest = torch.finfo(dtype).max
+    return mean.clamp(-largest, largest).to(dtype)

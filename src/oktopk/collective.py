@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .accumulator import Accumulator
+from .accumulator import Accumulator, narrowed
 from .algorithms import Algorithm, Reduction, find_algorithm
 from .channel import Channel
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
@@ -126,8 +126,7 @@ def _returned(acc: Accumulator, tensor: Tensor, comm: Communicator) -> Tensor:
     """The mean in the tensor's type and shape, never infinite; what the type cannot hold stays with rank 0."""
     if tensor.dtype in (torch.float32, torch.float64):
         return acc.work.view(tensor.shape).to(tensor.dtype)
-    largest = torch.finfo(tensor.dtype).max
-    mean = acc.work.clamp(-largest, largest).to(tensor.dtype)
+    mean = narrowed(acc.work, tensor.dtype)
     if acc.residual is not None and comm.rank == 0:
         acc.residual.add_(acc.work - mean.float(), alpha=comm.world)
     return mean.view(tensor.shape)

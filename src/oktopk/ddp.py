@@ -1,6 +1,5 @@
 """The front end for DistributedDataParallel: a state and a communication hook."""
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,8 +19,6 @@ from .layout import Bucket, BucketPlan, differences, gather, make_buckets, scatt
 from .metrics import MetricsSink
 from .pipeline import Pipeline, Scaler
 from .settings import Options, Settings
-
-_log = logging.getLogger(__name__)
 
 _ANOTHER_MODEL = "a parameter of another model: every DDP model needs an OkTopkState of its own"
 

@@ -49,9 +49,8 @@ class Feedback:
     def state_dict(self) -> dict[str, Tensor]:
         return {name: part.clone() for name, part in self._by_name.items()}
 
-    def load_state_dict(self, saved: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         self._flat = {}
         self._by_name = {
-            name: part.detach().to(device=device, dtype=torch.float32, copy=True).flatten()
-            for name, part in saved.items()
+            name: part.detach().to(torch.float32, copy=True).flatten() for name, part in saved.items()
         }

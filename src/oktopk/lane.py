@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .account import Account, lateness
-from .accumulator import Accumulator
+from .accumulator import Accumulator, narrowed
 from .algorithms import Dense
 from .channel import Channel
 from .choice import Choice
@@ -85,9 +85,7 @@ class LaneReducer:
 
     def dense(self, lane: Lane, grad: Tensor, scale: float | None, step: int, inspect: Inspect) -> Settled:
         account = Account(self.meter, step, lane.index, lane.bucket.size)
-        residual = self.residuals.peek(
-            lane.bucket, grad.device
-        )  # if sparse steps, or lost ones, have left something
+        residual = self.residuals.peek(lane.bucket, grad.device)  # of sparse steps, or of lost ones
         plain = residual is None and scale is None and not self.settings.momentum
         work = grad if plain else _unscaled(grad, scale)
         channel = Channel(self.meter, lane.bucket.size, stopwatch=account.watch)
@@ -230,8 +228,7 @@ class LaneReducer:
         if grad.dtype.itemsize >= work.dtype.itemsize:
             grad.copy_(work)
             return
-        largest = torch.finfo(grad.dtype).max
-        grad.copy_(work.clamp(-largest, largest))
+        grad.copy_(narrowed(work, grad.dtype))
         residual = self.residuals.peek(settled.lane.bucket, work.device)
         if residual is not None and self.meter.rank == 0:  # what the type cannot hold stays with rank 0
             residual.add_((work - grad).div_(settled.scale or 1.0), alpha=self.meter.world)

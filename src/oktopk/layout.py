@@ -33,10 +33,6 @@ class Bucket:
         starts = [0, *stops[:-1]]
         return {name: slice(start, stop) for name, start, stop in zip(self.names, starts, stops, strict=True)}
 
-    def at(self, entry: int) -> str:
-        """The parameter that an entry of the flat vector belongs to."""
-        return next(name for name, place in self.places.items() if place.start <= entry < place.stop)
-
     def __str__(self) -> str:
         first, *rest = self.names
         return f"{first} … {rest[-1]} ({len(self.names)} parameters)" if rest else first
@@ -58,8 +54,8 @@ def make_buckets(
     kind_of = kinds or dict.fromkeys(sizes)
     return tuple(
         Bucket(tuple(names), tuple(sizes[name] for name in names))
-        for bucket in _planned(sizes, plan)
-        for names in _by_kind(bucket.names, kind_of)
+        for together in _planned(sizes, plan)
+        for names in _by_kind(together, kind_of)
     )
 
 
@@ -70,30 +66,31 @@ def _by_kind(names: Sequence[str], kind_of: Mapping[str, Hashable]) -> list[list
     return list(apart.values())
 
 
-def _planned(sizes: Mapping[str, int], plan: BucketPlan) -> tuple[Bucket, ...]:
+def _planned(sizes: Mapping[str, int], plan: BucketPlan) -> Iterable[Sequence[str]]:
+    """The names that are to be together."""
     if plan == "model":
-        return (Bucket(tuple(sizes), tuple(sizes.values())),)
+        return [list(sizes)]
     if isinstance(plan, (int, float)) and not isinstance(plan, bool) and plan > 0:
-        return tuple(_fill(sizes, int(plan * 2**20)))
+        return _fill(sizes, int(plan * 2**20))
     if isinstance(plan, str) or not isinstance(plan, Sequence):
         raise ValueError(f'buckets must be "model", a size in MB or lists of names, got {plan!r}')
     named = [name for names in plan for name in names]
     if sorted(named) != sorted(sizes):
         wrong = sorted(set(named) ^ set(sizes)) or sorted({name for name in named if named.count(name) > 1})
         raise ValueError(f"buckets must have every parameter once; look at {', '.join(wrong[:5])}")
-    return tuple(Bucket(tuple(names), tuple(sizes[name] for name in names)) for names in plan if names)
+    return plan
 
 
-def _fill(sizes: Mapping[str, int], cap_bytes: int) -> Iterator[Bucket]:
+def _fill(sizes: Mapping[str, int], cap_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     held = 0
     for name in reversed(list(sizes)):
         if names and 4 * (held + sizes[name]) > cap_bytes:
-            yield Bucket(tuple(names), tuple(sizes[n] for n in names))
+            yield names
             names, held = [], 0
         names.append(name)
         held += sizes[name]
-    yield Bucket(tuple(names), tuple(sizes[n] for n in names))
+    yield names
 
 
 def gather(bucket: Bucket, grads: Mapping[str, Tensor | None], flat: Tensor) -> None:

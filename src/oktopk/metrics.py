@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+Figures = TypeVar("Figures", bound="Additive")
 
 DENSE, SPARSE = "dense", "sparse"
 ENTRY_BYTES = 8
@@ -24,8 +26,17 @@ class Span(NamedTuple):
     stop: float
 
 
+class Additive:
+    """Figures of buckets that add up, field by field, to those of a step."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __add__(self: Figures, more: Figures) -> Figures:
+        return type(self)(*(getattr(self, name) + getattr(more, name) for name in self.__dataclass_fields__))
+
+
 @dataclass(frozen=True)
-class Seconds:
+class Seconds(Additive):
     """Where the time of a reduction went. `wait` is for ranks that came late; `exchange` is the rest of the
     time spent in communication; `other` is everything that has no name, sums and copies above all."""
 
@@ -40,12 +51,9 @@ class Seconds:
     def total(self) -> float:
         return self.select + self.encode + self.exchange + self.decode + self.wait + self.other
 
-    def __add__(self, more: Seconds) -> Seconds:
-        return Seconds(*(getattr(self, name) + getattr(more, name) for name in self.__dataclass_fields__))
-
 
 @dataclass(frozen=True)
-class Volume:
+class Volume(Additive):
     """n and k, and the user's three figures made of them. `size` is n; `count` is k, the entries of the result:
     all of them where the exchange is dense. Volumes of buckets add up to that of a step."""
 
@@ -69,12 +77,9 @@ class Volume:
         """n / k, and 1 when nothing at all was sent."""
         return self.size / self.count if self.count else 1.0
 
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(self.size + other.size, self.count + other.count, self.payload_bytes + other.payload_bytes)
-
 
 @dataclass(frozen=True)
-class Wire:
+class Wire(Additive):
     """Bytes and messages of one rank, headers and control included. `modelled` of the bytes belong to library
     collectives, whose inside cannot be seen: they are those of the ring algorithm."""
 
@@ -86,9 +91,6 @@ class Wire:
     """Of the bytes sent, those that carried no gradient: counts, boundaries, agreement."""
     modelled_bytes: int = 0
     """Of the bytes sent, those that were not counted but follow from the ring algorithm."""
-
-    def __add__(self, more: Wire) -> Wire:
-        return Wire(*(getattr(self, name) + getattr(more, name) for name in self.__dataclass_fields__))
 
 
 class Densities:

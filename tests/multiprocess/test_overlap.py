@@ -11,7 +11,7 @@ import overlap_job
 import pytest
 
 from oktopk.metrics import DENSE, SPARSE
-from oktopk.tools.lab import Lab, lab_problem
+from oktopk.tools.lab import Lab
 
 HOSTS = 2
 FIRST = 2
@@ -23,10 +23,8 @@ Step = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, list[list[Step]]]:
+def runs(buildable: None) -> dict[str, list[list[Step]]]:
     """The steps of every rank, as usual and with the worker held back."""
-    if problem := lab_problem():
-        pytest.skip(problem)
     commands = {"usual": [], "held": ["--hold"]}
     with Lab(HOSTS, rate="1gbit") as lab:
         results = {
