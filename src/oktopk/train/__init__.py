@@ -1,0 +1,1 @@
+"""The trainer: workloads, their data, and the loop."""

@@ -1,0 +1,42 @@
+"""BERT with both heads of its pre-training, masked words and next sentence, with fresh weights: no download.
+
+bert-base has 110,106,428 parameters. The embedding of the words and the output of the masked words are one tensor;
+who counts it twice gets 133,547,324.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+VOCABULARY = 30_522
+POSITIONS = 512
+
+
+def bert_base(vocabulary: int = VOCABULARY) -> nn.Module:
+    """12 layers of 768."""
+    return _bert(vocab_size=vocabulary, max_position_embeddings=POSITIONS)
+
+
+def bert_tiny(vocabulary: int = VOCABULARY) -> nn.Module:
+    """2 layers of 128, for CPUs."""
+    return _bert(
+        vocab_size=vocabulary,
+        max_position_embeddings=POSITIONS,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=512,
+    )
+
+
+def _bert(**settings: Any) -> nn.Module:
+    """BertForPreTraining: with `labels` and `next_sentence_label` its output has the sum of both losses."""
+    try:
+        transformers = import_module("transformers")  # only here: it takes seconds to import
+    except ImportError as error:
+        raise ImportError("BERT needs transformers: pip install transformers") from error
+    model: nn.Module = transformers.BertForPreTraining(transformers.BertConfig(**settings))
+    return model
