@@ -1,0 +1,120 @@
+"""Which samples a rank takes in which step: a function of the seed, the epoch and the step, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .problems import DataError
+
+_JITTER = 0.15
+"""How far, relatively, lengths are blurred before they are sorted: other neighbours in every epoch."""
+
+_ORDER, _REST, _LENGTHS, _BATCHES = range(4)
+"""What random numbers are drawn for, so that one use does not repeat another's."""
+
+
+def steps_per_epoch(samples: int, world: int, batch: int, nsteps: int = 1) -> int:
+    """The incomplete last global batch is dropped.
+
+    >>> steps_per_epoch(897, world=8, batch=8)
+    14
+    """
+    return samples // (world * batch * nsteps)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Batches for training. Ranks never overlap, and all of them go through the same global batches.
+
+    One global batch of P = 2 ranks, batch 2, nsteps 2, its samples sorted by length:
+
+        sample    a b c d | e f g h
+        micro     0 0 0 0 | 1 1 1 1
+        rank      0 1 0 1 | 0 1 0 1        rank 0: [a, c], [e, g]
+
+    What does not fill a global batch is left out, and is never the same two epochs in a row: any two successive
+    epochs see every sample. With `lengths`, a global batch holds samples of similar length.
+    """
+
+    samples: int
+    world: int
+    rank: int
+    batch: int
+    nsteps: int = 1
+    seed: int = 0
+    lengths: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "world", "batch", "nsteps"):
+            if getattr(self, name) < 1:
+                raise DataError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.rank < self.world:
+            raise DataError(f"rank must be in 0 … {self.world - 1}, got {self.rank}")
+        if self.seed < 0:
+            raise DataError(f"seed must not be negative, got {self.seed}")
+        if self.lengths is not None and len(self.lengths) != self.samples:
+            raise DataError(f"{len(self.lengths)} lengths for {self.samples} samples")
+        if self.steps == 0:
+            raise DataError(
+                f"{self.samples} samples do not fill one step of {self.world} ranks × batch {self.batch} × "
+                f"{self.nsteps} accumulated; use a smaller batch or fewer ranks"
+            )
+
+    @property
+    def steps(self) -> int:
+        return steps_per_epoch(self.samples, self.world, self.batch, self.nsteps)
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[list[int]]:
+        """This rank's batches of the epoch, nsteps for each step, from the given step on."""
+        if not 0 <= first_step <= self.steps:
+            raise DataError(f"step must be in 0 … {self.steps}, got {first_step}")
+        shape = (self.steps, self.nsteps, self.batch, self.world)
+        mine = self._order(epoch).reshape(shape)[first_step:, :, :, self.rank]
+        for step in mine:
+            for micro in step:
+                yield [int(sample) for sample in micro]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """The samples of the epoch, global batch after global batch."""
+        kept = self._random(_ORDER, epoch).permutation(self._kept(epoch))
+        if self.lengths is None:
+            return kept
+        lengths = np.asarray(self.lengths, dtype=np.float64)[kept]
+        blurred = lengths * self._random(_LENGTHS, epoch).uniform(1 - _JITTER, 1 + _JITTER, len(kept))
+        globals_ = kept[np.argsort(blurred, kind="stable")].reshape(self.steps, -1)
+        return self._random(_BATCHES, epoch).permutation(globals_, axis=0).reshape(-1)
+
+    def _kept(self, epoch: int) -> NDArray[np.int64]:
+        """All but the rest, which walks around a circle of all samples from epoch to epoch."""
+        circle = self._random(_REST).permutation(self.samples)
+        count = self.steps * self.world * self.batch * self.nsteps
+        rest = self.samples - count
+        start = (epoch + 1) * rest % self.samples
+        return np.roll(circle, -start)[:count]
+
+    def _random(self, *use: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *use])
+
+
+def validation_batches(
+    samples: int, world: int, rank: int, batch: int, lengths: Sequence[float] | None = None
+) -> list[list[int]]:
+    """This rank's share of all samples: over the ranks each one comes exactly once. Ranks may differ by one
+    sample, and so by one batch; a rank beyond the number of samples gets none.
+
+    >>> [validation_batches(5, world=2, rank=rank, batch=2) for rank in (0, 1)]
+    [[[0, 2], [4]], [[1, 3]]]
+    """
+    if not 0 <= rank < world or batch < 1:
+        raise DataError(f"no such share: rank {rank} of {world}, batch {batch}")
+    order = list(range(samples))
+    if lengths is not None:
+        if len(lengths) != samples:
+            raise DataError(f"{len(lengths)} lengths for {samples} samples")
+        order.sort(key=lengths.__getitem__)
+    mine = order[rank::world]
+    return [mine[start : start + batch] for start in range(0, len(mine), batch)]
