@@ -53,6 +53,7 @@ __all__ = [
     "ThreadCommunicator",
     "Traffic",
     "agree",
+    "alone",
     "default_communicator",
     "exclusive_communicator",
     "gather_json",

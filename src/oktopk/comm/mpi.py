@@ -140,6 +140,10 @@ class MPICommunicator(Communicator):
         if buffer is not x:
             x.copy_(buffer)
 
+    def fail(self, error: BaseException) -> None:
+        """End the job with this process: the others cannot be told."""
+        self._give_up()
+
     def close(self) -> None:
         if not self._lost:
             self._comm.Free()

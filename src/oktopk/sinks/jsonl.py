@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from ..metrics import StepEvent
 from .base import Sink
@@ -37,6 +39,11 @@ class JSONLSink(Sink):
     def _write(self, event: StepEvent) -> None:
         rows = [*map(flat_reduction, event.reductions), flat_step(event)]
         self._file.write("".join(encode(row) + "\n" for row in rows))
+
+    def add(self, event: str, step: int, row: Mapping[str, Any]) -> None:
+        """A line of another kind among the others, such as a validation."""
+        with self._lock:
+            self._file.write(encode({"event": event, "step": step, **row}) + "\n")
 
     def _finish(self) -> None:
         self._file.close()

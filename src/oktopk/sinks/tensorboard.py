@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ..metrics import SPARSE, StepEvent
@@ -44,9 +45,17 @@ class TensorBoardSink(Sink):
         for reduction in event.reductions:
             row = flat_reduction(reduction)
             scalars |= {f"bucket {reduction.bucket:02d}/{name}": row[name] for name in BUCKET_TAGS}
+        self._add(event.step, scalars)
+
+    def add(self, step: int, scalars: Mapping[str, Value]) -> None:
+        """Other curves, such as the loss."""
+        with self._lock:
+            self._add(step, scalars)
+
+    def _add(self, step: int, scalars: Mapping[str, Value]) -> None:
         # All in one record: add_scalar() takes a tenth of a millisecond for each.
         values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items() if x is not None]
-        self._writer.file_writer.add_summary(self._summary(value=values), event.step)
+        self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def _finish(self) -> None:
         self._writer.close()

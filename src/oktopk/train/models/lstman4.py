@@ -141,7 +141,7 @@ def lstman4(labels: int = LABELS) -> SpeechLSTM:
 
 def lstman4_small(labels: int = LABELS) -> SpeechLSTM:
     """The same for CPUs: narrower everywhere, about a million parameters."""
-    return SpeechLSTM(Widths(channels=8, hidden=144), labels)
+    return SpeechLSTM(Widths(channels=4, hidden=160), labels)
 
 
 def _reach(size: Size, shape: Shape, axis: int) -> Size:

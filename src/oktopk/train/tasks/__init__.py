@@ -1,4 +1,4 @@
-"""What can be trained. Adding a workload is adding a file here that has a tuple WORKLOADS; nothing else changes."""
+"""What can be trained. A new workload is a new file here with a tuple WORKLOADS; nothing else changes."""
 
 from __future__ import annotations
 

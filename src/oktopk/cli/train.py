@@ -1,0 +1,139 @@
+"""Train a network with sparse allreduce: alone, under torchrun, mpirun or srun, or with --ranks.
+
+    oktopk train --ranks 2                                       small enough to try: --dnn lstman4-small
+    oktopk train --config lstm_extended --data-dir audio_data    the configuration can be a TOML file, too
+    mpirun -np 2 oktopk train --dnn lstman4 --nworkers 2         one rank per process
+    oktopk train --resume runs/NAME                              go on where that run was saved
+
+Command line > environment (OKTOPK_LR for --lr) > config > what the network has of its own > default. Names may
+be written with dashes or underscores. Without --data-dir, data is generated. Ctrl-C saves and ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from oktopk.errors import OkTopkError
+from oktopk.train.config import OPTIONS, ConfigError, switch
+from oktopk.train.folder import CONFIG
+from oktopk.train.launch import Place, check_world, find_place, run_ranks
+from oktopk.train.origins import Resolved, resolve, shipped
+from oktopk.train.run import BAD_INPUT, train
+from oktopk.train.screen import BarHandler
+
+NAME, HELP = "train", "train a network, and write down what happened"
+AUTO = "auto"
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", help=f"a TOML file, or one of {', '.join(shipped())}")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=AUTO,
+        metavar="RUN",
+        help="go on with the run in this folder; alone: with the one in --out, if there is one",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures at the end as JSON, the log on stderr"
+    )
+    parser.add_argument("--quiet", action="store_true", help="warnings only")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, item in OPTIONS.items():
+        topic = item.metadata["topic"]
+        group = groups.get(topic) or groups.setdefault(topic, parser.add_argument_group(topic))
+        default = "" if item.default is None else f" (default: {item.default})"
+        extra: dict[str, Any] = {"nargs": "?", "const": "True"} if item.metadata["parse"] is switch else {}
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            default=argparse.SUPPRESS,
+            metavar=name.upper(),
+            help=item.metadata["meaning"] + default,
+            **extra,
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    place = find_place(os.environ, _number(getattr(options, "nwpernode", None)))
+    _listen(place, options)
+    try:
+        return _run(options, place)
+    except (*BAD_INPUT, OkTopkError) as error:
+        log.debug("in full:", exc_info=True)
+        if place.rank == 0 or not isinstance(error, BAD_INPUT):
+            print(f"oktopk train: error: {_sentence(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _run(options: argparse.Namespace, place: Place) -> int:
+    resolved, resume = _resolve(options)
+    ranks = resolved.config.ranks
+    if ranks is not None and place.how == "alone":
+        check_world(Place(f"--ranks {ranks}", 0, ranks), resolved.config.nworkers)
+        return run_ranks(ranks, [sys.executable, "-m", "oktopk", *options.words])
+    check_world(place, resolved.config.nworkers)
+    outcome = train(resolved, place, resume)
+    if options.json and place.rank == 0:
+        print(json.dumps({"folder": str(outcome.folder), **outcome.result}, indent=2))
+    return outcome.code
+
+
+def _resolve(options: argparse.Namespace) -> tuple[Resolved, bool]:
+    """The options of the run, and whether to go on with an earlier one."""
+    given = {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}
+    config, folder = options.config, options.resume
+    if folder == AUTO:
+        folder = given.get("out")
+        if folder is None:
+            raise ConfigError("--resume needs a folder: --resume RUN, or --out RUN --resume")
+        found = (Path(folder) / CONFIG).exists()
+    elif folder is not None:
+        given["out"], found = folder, True
+        if not (Path(folder) / CONFIG).exists():
+            raise ConfigError(f"--resume {folder}: there is no run in it (no {CONFIG})")
+    else:
+        found = False
+    if found and config is None:
+        config = str(Path(folder) / CONFIG)
+    return resolve(given, os.environ, config), found
+
+
+def _listen(place: Place, options: argparse.Namespace) -> None:
+    """Log lines of rank 0 are shown; of the others, warnings."""
+    handler: logging.Handler = logging.StreamHandler(sys.stderr) if options.json else BarHandler()
+    prefix = "" if place.rank == 0 else f"rank {place.rank}: "
+    handler.setFormatter(_Plain(prefix))
+    logger = logging.getLogger("oktopk")
+    logger.handlers = [handler]
+    logger.setLevel(logging.WARNING if options.quiet or place.rank else logging.INFO)
+    logger.propagate = False
+
+
+class _Plain(logging.Formatter):
+    """The message, and how bad it is if it is bad."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__("%(message)s")
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        return f"{self._prefix}{level}{super().format(record)}"
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None

@@ -1,0 +1,139 @@
+"""The folder of a run: what it was told, what happened, and where it can go on.
+
+config.toml      every option with its origin; --config takes it
+metrics.jsonl    a line for each reduction, step, epoch and validation
+timing.csv       a row for each step: where its time went
+events.out.…     the same for TensorBoard
+result.json      the figures at the end
+train.log        what the screen has shown
+checkpoints/     to go on from
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from oktopk.metrics import MetricsSink, StepEvent
+from oktopk.sinks import JSONLSink, TensorBoardSink, flat_step
+
+from .config import ConfigError, TrainConfig
+from .data.files import write_atomically
+from .figures import StepFigures
+from .origins import Resolved, as_toml
+
+CONFIG, RESULT, CHECKPOINTS = "config.toml", "result.json", "checkpoints"
+_FROM_REDUCER = (
+    *("select_seconds", "encode_seconds", "exchange_seconds", "decode_seconds", "wait_seconds"),
+    *("other_seconds", "hidden_share", "sent_bytes", "received_bytes"),
+)
+
+
+def new_name(config: TrainConfig) -> str:
+    """For a run that was given no folder: what it is, and when it began."""
+    now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    density = "" if config.algorithm == "dense" else f"-{config.density:g}"
+    return f"{config.dnn}-{config.algorithm}{density}-seed{config.seed}-{now}"
+
+
+def check_unused(folder: Path) -> None:
+    """A run is never written over another one."""
+    if (folder / CONFIG).exists():
+        raise ConfigError(f"{folder} holds a run: go on with it by --resume {folder}, or give another --out")
+
+
+class RunFolder:
+    """Written by rank 0; other ranks have a folder for checkpoints only."""
+
+    def __init__(self, path: Path, writes: bool) -> None:
+        self.path = path
+        self.checkpoints = path / CHECKPOINTS
+        self.sinks: list[MetricsSink] = []
+        self._lines: JSONLSink | None = None
+        self._board: TensorBoardSink | None = None
+        self._timing: Timing | None = None
+        self._log: logging.FileHandler | None = None
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+            self._log = _log_to(path / "train.log")
+            self._lines = JSONLSink(path / "metrics.jsonl")
+            self._board = TensorBoardSink(path)
+            self._timing = Timing(path / "timing.csv")
+            self.sinks = [self._lines, self._board]
+
+    def write_config(self, resolved: Resolved) -> None:
+        if self._lines is not None:
+            write_atomically(self.path / CONFIG, as_toml(resolved).encode())
+
+    def step(self, figures: StepFigures, event: StepEvent) -> None:
+        if self._lines is None or self._board is None or self._timing is None:
+            return
+        row = {name: value for name, value in asdict(figures).items() if name != "step"}
+        self.record("train", figures.step, row)
+        self._timing.write(figures, event)
+
+    def record(self, kind: str, step: int, row: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl, and its numbers as curves "kind/name"."""
+        if self._lines is None or self._board is None:
+            return
+        clean = {name: _finite(value) for name, value in row.items()}
+        self._lines.add(kind, step, clean)
+        numbers = {f"{kind}/{name}": x for name, x in clean.items() if isinstance(x, (int, float))}
+        self._board.add(step, numbers)
+
+    def result(self, row: Mapping[str, Any]) -> None:
+        if self._lines is not None:
+            text = json.dumps(row, indent=2, allow_nan=False) + "\n"
+            write_atomically(self.path / RESULT, text.encode())
+
+    def close(self) -> None:
+        for part in (self._lines, self._board, self._timing):
+            if part is not None:
+                part.close()
+        if self._log is not None:
+            logging.getLogger("oktopk").removeHandler(self._log)
+            self._log.close()
+
+
+class Timing:
+    """timing.csv; an existing file is continued."""
+
+    def __init__(self, path: Path) -> None:
+        own = [item.name for item in fields(StepFigures)]
+        self._names = [*own, *_FROM_REDUCER]
+        fresh = not path.exists() or path.stat().st_size == 0
+        self._file = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115 - close() closes it
+        self._writer = csv.writer(self._file, lineterminator="\n")
+        if fresh:
+            self._writer.writerow(self._names)
+
+    def write(self, figures: StepFigures, event: StepEvent) -> None:
+        known = {**flat_step(event), **asdict(figures)}
+        self._writer.writerow([known[name] for name in self._names])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _log_to(path: Path) -> logging.FileHandler:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("oktopk").addHandler(handler)
+    return handler
+
+
+def _finite(value: Any) -> Any:
+    """None for a number that is not one: it has no place in JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    return value

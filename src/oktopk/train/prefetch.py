@@ -1,0 +1,29 @@
+"""Batches that are made ready while the ones before are trained on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_END = object()
+
+
+def prefetched(items: Iterator[T], depth: int = 2) -> Iterator[T]:
+    """The same items in the same order, up to `depth` of them made in advance by another thread.
+
+    >>> list(prefetched(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    with ThreadPoolExecutor(1, "oktopk data") as pool:
+        waiting: deque[Future[object]] = deque(pool.submit(next, items, _END) for _ in range(depth))
+        try:
+            while (item := waiting.popleft().result()) is not _END:
+                waiting.append(pool.submit(next, items, _END))
+                yield item  # type: ignore[misc]
+        finally:
+            for future in waiting:
+                future.cancel()

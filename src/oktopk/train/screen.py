@@ -1,0 +1,150 @@
+"""What a person sees of a run: lines in the log, a bar while it runs, a table at the end. Rank 0 speaks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from oktopk.metrics import StepEvent
+
+from .figures import EpochFigures, StepFigures, sent_megabytes
+from .origins import Resolved
+from .plan import Plan
+
+log = logging.getLogger(__name__)
+
+
+class Bar:
+    """Progress over all steps; nothing at all when nobody looks."""
+
+    def __init__(self, plan: Plan, done: int, shown: bool) -> None:
+        # None: only on a terminal
+        self._bar = tqdm(
+            total=plan.steps, initial=done, unit="step", disable=None if shown else True, dynamic_ncols=True
+        )
+
+    def update(self, figures: StepFigures, event: StepEvent, loss: float | None) -> None:
+        self._bar.set_description(f"epoch {figures.epoch}", refresh=False)
+        known = {} if loss is None else {"loss": f"{loss:.4g}"}
+        density = f"{100 * event.local_density:.3g}%"
+        self._bar.set_postfix(
+            {**known, "density": density, "MB/step": f"{sent_megabytes(event):.3g}"}, refresh=False
+        )
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class BarHandler(logging.Handler):
+    """Log lines that do not tear the bar apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+            tqdm.write(self.format(record), file=stream)
+            stream.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def say_start(resolved: Resolved, how: str, data: str, embedded: bool, plan: Plan) -> None:
+    config = resolved.config
+    ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''} ({how})"
+    compression = "dense" if plan.algorithm == "dense" else f"{plan.algorithm} at density {plan.density:g}"
+    log.info("training %s on %s, %s, %s", config.dnn, config.dataset, compression, ranks)
+    if embedded:
+        log.info("data: %s; real data comes with --data-dir", data)
+    else:
+        log.info("data: %s", data)
+    for line in resolved.lines():
+        log.info("options by %s", line)
+    log.info("plan: %s", plan.sentence())
+    log.info("  %d steps per epoch, %s parameters", plan.steps_per_epoch, f"{plan.parameters:,}")
+    for line in plan.volume():
+        log.info("  %s", line)
+    if warning := plan.warning():
+        log.warning("%s", warning)
+
+
+def say_transition(figures: StepFigures, plan: Plan) -> None:
+    log.info(
+        "step %d (epoch %d): the sparse phase begins, %s at density %g",
+        *(figures.step, figures.epoch, plan.algorithm, plan.density),
+    )
+
+
+def say_epoch(figures: EpochFigures, next_lr: float) -> None:
+    loss = "no finite loss" if figures.loss is None else f"loss {figures.loss:.4f}"
+    skipped = f", {figures.skipped} of them skipped" if figures.skipped else ""
+    log.info(
+        "epoch %d: %s, %d steps%s, %.1f samples/s, lr %.6g, then %.6g",
+        *(figures.epoch, loss, figures.steps, skipped, figures.samples_per_second, figures.lr, next_lr),
+    )
+    gpu = f", {figures.gpu_bytes / 1e9:.2f} GB on the GPU" if figures.gpu_bytes else ""
+    log.info(
+        "  a step: %.0f ms, forward+backward %.0f ms, data %.1f ms, exposed communication %.1f ms; "
+        "memory %.2f GB%s; slowest: rank %d (%.2f of the mean)",
+        *(1e3 * s for s in (figures.step_seconds, figures.compute_seconds)),
+        *(1e3 * s for s in (figures.data_seconds, figures.exposed_seconds)),
+        *(figures.memory_bytes / 1e9, gpu, figures.slowest_rank, figures.slowest_ratio),
+    )
+    if not figures.phases:
+        log.debug("epoch %d has no steps to average", figures.epoch)
+    for phase, means in figures.phases.items():
+        log.info("  %s", phase_line(phase, means))
+
+
+def phase_line(phase: str, means: Mapping[str, Any]) -> str:
+    """Averages of the steps of a phase."""
+    if phase == "dense":
+        density = "density 1"
+    else:
+        density = (
+            f"density {means['local_density']:.4g} (asked for {means['target_density']:.4g}, "
+            f"result {means['global_density']:.4g})"
+        )
+    return (
+        f"{phase}: {means['steps']} steps, sparsity {means['sparsity']:.4f}, compression ratio "
+        f"{means['compression_ratio']:.2f}, communication size {means['payload_bytes']:,.0f} bytes, {density}, "
+        f"sent {means['sent_bytes'] / 1e6:.3f} MB per rank and step"
+    )
+
+
+def say_validation(epoch: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:
+    values = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    log.info("epoch %d: %s", epoch, values or "nothing to validate with")
+    for line in shown:
+        log.info("  %s", line)
+
+
+def summary_table(phases: Mapping[str, Mapping[str, Any]]) -> str:
+    """The phases of a run side by side."""
+    rows = (
+        ("steps", "steps", "{:.0f}", 1.0),
+        ("skipped steps", "skipped", "{:.0f}", 1.0),
+        ("mean loss", "loss", "{:.4f}", 1.0),
+        ("step, ms", "step_seconds", "{:.1f}", 1e3),
+        ("forward, ms", "forward_seconds", "{:.1f}", 1e3),
+        ("backward, ms", "backward_seconds", "{:.1f}", 1e3),
+        ("exposed communication, ms", "exposed_seconds", "{:.1f}", 1e3),
+        ("hidden share of communication", "hidden_share", "{:.2f}", 1.0),
+        ("sparsity", "sparsity", "{:.4f}", 1.0),
+        ("compression ratio", "compression_ratio", "{:.2f}", 1.0),
+        ("communication size, bytes", "payload_bytes", "{:,.0f}", 1.0),
+        ("sent by rank 0, bytes", "sent_bytes", "{:,.0f}", 1.0),
+        ("density asked for", "target_density", "{:.4g}", 1.0),
+        ("density sent", "local_density", "{:.4g}", 1.0),
+        ("density of the result", "global_density", "{:.4g}", 1.0),
+    )
+    names = [phase for phase in ("dense", "sparse") if phase in phases]
+    lines = [f"{'mean per step':<31}" + "".join(f"{phase:>15}" for phase in names)]
+    for label, key, form, factor in rows:
+        cells = [phases[phase][key] for phase in names]
+        texts = ["–" if cell is None else form.format(factor * cell) for cell in cells]
+        lines.append(f"{label:<31}" + "".join(f"{text:>15}" for text in texts))
+    return "\n".join(lines)

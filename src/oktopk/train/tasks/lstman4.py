@@ -1,0 +1,179 @@
+"""lstman4: speech to letters on AN4, with CTC. A validation gives word and character error rates, no accuracy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from ..data.audio import SAMPLE_RATE
+from ..data.augment import Augment
+from ..data.features import frames_of
+from ..data.labels import BLANK, encode, greedy_decode
+from ..data.manifest import TRAIN_MANIFEST, VAL_MANIFEST
+from ..data.problems import DataError, Problem, listing
+from ..data.shard import Sharding, validation_batches
+from ..data.speech import Recording, SpeechBatch, SpeechDataset, collate
+from ..models import MODELS
+from ..models.lstman4 import SpeechLSTM
+from .base import Share, Source, Tally, Task, Workload
+from .schedules import annealed
+
+log = logging.getLogger(__name__)
+
+SHOWN = 2
+"""So many transcripts of a validation are shown."""
+
+
+class Speech(Task[SpeechBatch]):
+    metric = "val WER"
+
+    def __init__(
+        self, model: SpeechLSTM, train: SpeechDataset, val: SpeechDataset, source: Source, share: Share
+    ) -> None:
+        self.model: SpeechLSTM = model
+        self.train, self.val = train, val
+        self.embedded = source.folder is None
+        where = "embedded speech: generated, no recordings" if self.embedded else source.folder
+        self.data = f"{len(train)} utterances to train with, {len(val)} to validate with ({where})"
+        self.problems = (*train.problems, *val.problems)
+        sharding = Sharding(
+            len(train), share.world, share.rank, share.batch, share.nsteps, share.seed, train.seconds
+        )
+        self._sharding, self._share = sharding, share
+        self.steps_per_epoch = sharding.steps
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[SpeechBatch]:
+        self.train.set_epoch(epoch)
+        for chosen in self._sharding.batches(epoch, first_step):
+            yield collate([self.train[index] for index in chosen])
+
+    def samples(self, batch: SpeechBatch) -> int:
+        return len(batch.texts)
+
+    def loss(self, batch: SpeechBatch) -> Tensor:
+        return self._total_loss(batch, *self._forward(batch)) / len(batch.texts)
+
+    def validate(self) -> Tally:
+        tally = Tally()
+        share = self._share
+        mine = validation_batches(len(self.val), share.world, share.rank, share.batch, self.val.seconds)
+        for chosen in mine:
+            batch = collate([self.val[index] for index in chosen])
+            log_probabilities, steps = self._forward(batch)
+            loss = self._total_loss(batch, log_probabilities, steps)
+            heard = transcripts(log_probabilities, steps)
+            tally.add(loss=float(loss), samples=len(heard), **errors(batch.texts, heard))
+            for said, text in zip(batch.texts, heard, strict=True):
+                if len(tally.shown) < SHOWN:
+                    tally.shown.append(f"said {said!r}, heard {text!r}")
+        return tally
+
+    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """WER and CER may be above 1: more words heard than were said."""
+        rates = {
+            "val loss": ("loss", "samples"),
+            "val WER": ("word_errors", "words"),
+            "val CER": ("letter_errors", "letters"),
+            "empty transcripts": ("empty", "samples"),
+        }
+        return {name: sums[part] / sums[whole] for name, (part, whole) in rates.items() if sums.get(whole)}
+
+    def _forward(self, batch: SpeechBatch) -> tuple[Tensor, Tensor]:
+        device = next(self.model.parameters()).device
+        log_probabilities, steps = self.model(batch.features.to(device), batch.lengths.to(device))
+        return log_probabilities, steps
+
+    def _total_loss(self, batch: SpeechBatch, log_probabilities: Tensor, steps: Tensor) -> Tensor:
+        """CTC of log-probabilities [T', batch, labels], summed over the batch."""
+        return F.ctc_loss(
+            log_probabilities, batch.targets, steps.cpu(), batch.target_lengths, blank=BLANK, reduction="sum"
+        )
+
+
+def transcripts(log_probabilities: Tensor, steps: Tensor) -> list[str]:
+    best = log_probabilities.argmax(dim=-1).t().tolist()  # [batch][T']
+    return [greedy_decode(row[:length]) for row, length in zip(best, steps.tolist(), strict=True)]
+
+
+def errors(said: tuple[str, ...], heard: list[str]) -> dict[str, float]:
+    """Counts that add up over batches and ranks to the WER and CER of all of them."""
+    import jiwer  # only a validation needs it
+
+    words, letters = jiwer.process_words(list(said), heard), jiwer.process_characters(list(said), heard)
+    return {
+        "word_errors": words.substitutions + words.deletions + words.insertions,
+        "words": words.hits + words.substitutions + words.deletions,
+        "letter_errors": letters.substitutions + letters.deletions + letters.insertions,
+        "letters": letters.hits + letters.substitutions + letters.deletions,
+        "empty": sum(not text for text in heard),
+    }
+
+
+def speech(model: Callable[[], SpeechLSTM], source: Source, share: Share) -> Speech:
+    augment = Augment() if source.augment else None
+    if source.folder is None:
+        train = SpeechDataset.embedded("train", augment, share.seed)
+        val = SpeechDataset.embedded("val")
+    else:
+        train = SpeechDataset.from_manifest(_manifest(source.folder, TRAIN_MANIFEST), augment, share.seed)
+        val = SpeechDataset.from_manifest(_manifest(source.folder, VAL_MANIFEST))
+    network = model()
+    return Speech(network, _that_fit(train, network, source), val, source, share)
+
+
+def _manifest(folder: Path, name: str) -> Path:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; without --data-dir the embedded speech is taken")
+    if not (folder / name).is_file():
+        raise DataError(f"{folder}: no {name} in it; make it from the AN4 archive: oktopk data an4 SRC {folder}")
+    return folder / name
+
+
+def _that_fit(data: SpeechDataset, model: SpeechLSTM, source: Source) -> SpeechDataset:
+    """Without recordings that are too short: as was asked for, or to hold their letters at any tempo."""
+    fastest = data.augment.tempo[1] if data.augment else 1.0
+    kept, problems = [], list(data.problems)
+    for recording in data.recordings:
+        if recording.seconds < source.min_seconds:
+            continue
+        if steps_needed(recording) > _steps(model, recording.seconds / fastest):
+            problems.append(Problem(recording.name, "too short for what is said in it"))
+        else:
+            kept.append(recording)
+    if len(problems) > len(data.problems):
+        log.warning("left out for CTC:\n%s", listing(problems[len(data.problems) :]))
+    return SpeechDataset(kept, problems, data.augment, data.seed)
+
+
+def steps_needed(recording: Recording) -> int:
+    """CTC gives every letter a step, and one more between two that are the same."""
+    classes = encode(recording.text, recording.name)
+    return len(classes) + sum(a == b for a, b in pairwise(classes))
+
+
+def _steps(model: SpeechLSTM, seconds: float) -> int:
+    frames = frames_of(int(seconds * SAMPLE_RATE))
+    return int(model.output_lengths(torch.tensor(frames)))
+
+
+def _workload(name: str, dnn: Callable[[], SpeechLSTM]) -> Workload:
+    return Workload(
+        dnn=name,
+        dataset="an4",
+        build=lambda source, share: speech(dnn, source, share),
+        batch_size=2,
+        max_epochs=161,
+        schedule=annealed(1.01),
+        optimizer=SGD,
+        clip=400.0,
+    )
+
+
+WORKLOADS = tuple(_workload(name, MODELS[name]) for name in ("lstman4", "lstman4-small"))  # type: ignore[arg-type]
