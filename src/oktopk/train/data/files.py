@@ -19,7 +19,7 @@ def appearing(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         yield draft
-        draft.replace(path)
+        os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
 
@@ -30,6 +30,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that have come, gone or changed in a folder outlast a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def keep_copy(path: Path) -> Path:
