@@ -48,15 +48,20 @@ class Outcome:
 
 def train(resolved: Resolved, place: Place, resume: bool = False) -> Outcome:
     with joined(place, resolved.config.timeout) as comm, Stop() as stop:
-        with _agreed(comm, resolved):
-            folder = _folder(comm, resolved.config, resume)
-            task = _task(resolved.config, place)
-        plan = _plan(resolved.config, task, place)
-        if comm.rank == 0:
-            say_start(resolved, place.how, task.data, task.embedded, plan)
-            _say_without_effect(resolved)
-        with _writing(comm, folder, resolved) as run_folder:
-            return _fit(resolved.config, task, plan, run_folder, comm, stop, resume)
+        return train_rank(resolved, place, comm, stop, resume)
+
+
+def train_rank(resolved: Resolved, place: Place, comm: Communicator, stop: Stop, resume: bool = False) -> Outcome:
+    """A run on one of the ranks that `comm` connects."""
+    with _agreed(comm, resolved):
+        folder = _folder(comm, resolved.config, resume)
+        task = _task(resolved.config, place)
+    plan = _plan(resolved.config, task, place)
+    if comm.rank == 0:
+        say_start(resolved, place.how, task.data, task.embedded, plan)
+        _say_without_effect(resolved)
+    with _writing(comm, folder, resolved) as run_folder:
+        return _fit(resolved.config, task, plan, run_folder, comm, stop, resume)
 
 
 def _fit(
