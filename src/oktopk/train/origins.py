@@ -20,7 +20,7 @@ else:
     import tomli as tomllib
 
 PREFIX = "OKTOPK_"
-COMMAND_LINE, DEFAULT = "command line", "default"
+COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Resolved:
 
 def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None) -> Resolved:
     """`given` is from the command line; `config` is the name of a shipped configuration, or a file."""
-    layers = [(COMMAND_LINE, dict(given)), ("environment", _from_environment(environment))]
+    layers = [(COMMAND_LINE, dict(given)), (ENVIRONMENT, _from_environment(environment))]
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
     values: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: st
 
 
 def _named(origin: str, name: str) -> str:
-    return f"environment {PREFIX}{name.upper()}" if origin == "environment" else origin
+    return f"{ENVIRONMENT} {PREFIX}{name.upper()}" if origin == ENVIRONMENT else origin
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +126,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
 
 
 def _comment(text: str) -> str:

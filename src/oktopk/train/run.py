@@ -23,7 +23,7 @@ from .data.problems import DataError
 from .folder import CHECKPOINTS, RunFolder, check_unused, new_name
 from .launch import Place, joined
 from .loop import Trainer
-from .origins import Resolved, as_toml
+from .origins import COMMAND_LINE, ENVIRONMENT, Resolved, as_toml
 from .plan import Plan
 from .screen import say_start, summary_table
 from .snapshot import CheckpointError, ModelIdentity
@@ -208,7 +208,7 @@ def _say_without_effect(resolved: Resolved) -> None:
     if not torch.cuda.is_available():
         idle["nwpernode"] = "there is no GPU to choose"
     for name, reason in idle.items():
-        if resolved.origins[name] != "default":
+        if resolved.origins[name].startswith((COMMAND_LINE, ENVIRONMENT)):
             log.warning("--%s has no effect: %s", name.replace("_", "-"), reason)
 
 
