@@ -61,7 +61,7 @@ class Speech(Task[SpeechBatch]):
         return self._total_loss(batch, *self._forward(batch)) / len(batch.texts)
 
     def validate(self) -> Tally:
-        tally = Tally()
+        tally, pairs = Tally(), []
         share = self._share
         mine = validation_batches(len(self.val), share.world, share.rank, share.batch, self.val.seconds)
         for chosen in mine:
@@ -70,9 +70,8 @@ class Speech(Task[SpeechBatch]):
             loss = self._total_loss(batch, log_probabilities, steps)
             heard = transcripts(log_probabilities, steps)
             tally.add(loss=float(loss), samples=len(heard), **errors(batch.texts, heard))
-            for said, text in zip(batch.texts, heard, strict=True):
-                if len(tally.shown) < SHOWN:
-                    tally.shown.append(f"said {said!r}, heard {text!r}")
+            pairs += [f"said {said!r}, heard {text!r}" for said, text in zip(batch.texts, heard, strict=True)]
+        tally.shown = pairs[len(pairs) // 2 :: max(1, len(pairs) // 2 - 1)][:SHOWN]  # neither of the shortest
         return tally
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -149,6 +148,9 @@ def _that_fit(data: SpeechDataset, model: SpeechLSTM, source: Source) -> SpeechD
             kept.append(recording)
     if len(problems) > len(data.problems):
         log.warning("left out for CTC:\n%s", listing(problems[len(data.problems) :]))
+    if not kept:
+        why = f"all {len(data)} are too short for --min-seconds {source.min_seconds:g}, or for their letters"
+        raise DataError(f"no utterances to train with: {why}\n{listing(problems)}".rstrip())
     return SpeechDataset(kept, problems, data.augment, data.seed)
 
 
