@@ -16,8 +16,6 @@ from oktopk.train.data.manifest import read_manifest
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.shard import steps_per_epoch
 
-pytest.importorskip("soundfile", reason="reads and writes sound files")
-
 Corpus = dict[str, bytes]
 
 

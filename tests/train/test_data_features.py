@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +15,6 @@ from numpy.typing import NDArray
 from oktopk.train.data.audio import inspect, read_samples, read_sound, to_float, write_samples
 from oktopk.train.data.features import features, frames_of
 from oktopk.train.data.problems import DataError
-
-soundfile = pytest.importorskip("soundfile", reason="reads and writes sound files")
 
 
 def reference(sound: NDArray[np.float64]) -> NDArray[np.float64]:

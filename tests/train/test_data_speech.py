@@ -20,8 +20,6 @@ from oktopk.train.data.shard import Sharding
 from oktopk.train.data.speech import SpeechDataset, collate
 from oktopk.train.data.synth import Corpus, generate
 
-pytest.importorskip("soundfile", reason="reads and writes sound files")
-
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
