@@ -120,11 +120,14 @@ def test_an_epoch_begins_with_zeros_whatever_was_before(ptb: Source) -> None:
     assert task.loss(next(task.batches(0))).item() == fresh
 
 
-def test_validation_leaves_the_state_as_it_is(ptb: Source) -> None:
+def test_validation_and_training_do_not_share_a_state(ptb: Source) -> None:
     task = words(ptb)
-    losses(task, islice(task.batches(0), 2))
+    fresh = validated(task).sums
+    assert task.state_dict() == {}
+    for window in islice(task.batches(0), 2):
+        task.loss(window)
     before = task.state_dict()
-    validated(task)
+    assert validated(task).sums == fresh
     assert all(torch.equal(task.state_dict()[name], part) for name, part in before.items())
 
 
