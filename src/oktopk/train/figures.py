@@ -25,13 +25,13 @@ class StepFigures:
     epoch: int
     lr: float
     phase: str = ""
-    loss: float = 0.0
-    """Mean over the ranks."""
+    loss: float | None = None
+    """Mean over the ranks where it is finite."""
     samples: int = 0
-    """Of all ranks."""
+    """Of those ranks."""
     skipped: bool = False
-    gradient_norm: float = 0.0
-    """After averaging, before clipping; of a skipped step 0."""
+    gradient_norm: float | None = None
+    """After averaging, before clipping; None where nothing is clipped."""
     data_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -70,7 +70,7 @@ class Sums:
     def add(self, figures: StepFigures, row: Mapping[str, Any]) -> None:
         self.steps += 1
         self.skipped += figures.skipped
-        self.loss += figures.loss * figures.samples
+        self.loss += (figures.loss or 0.0) * figures.samples
         self.samples += figures.samples
         columns = {name: getattr(figures, name) for name in SECONDS}
         columns |= {name: row[name] for name in MEASURED if row[name] is not None}

@@ -90,7 +90,7 @@ class RunFolder:
 
     def result(self, row: Mapping[str, Any]) -> None:
         if self._lines is not None:
-            text = json.dumps(row, indent=2, allow_nan=False) + "\n"
+            text = json.dumps(_finite(row), indent=2, allow_nan=False) + "\n"
             write_atomically(self.path / RESULT, text.encode())
 
     def close(self) -> None:
@@ -136,4 +136,6 @@ def _finite(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
     return value

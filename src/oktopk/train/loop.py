@@ -84,7 +84,8 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        return self.done.epoch >= self.plan.max_epochs or self._steps_to_max() == 0
+        cut_short = self._steps_to_max() == 0 and self.done.in_epoch == 0  # otherwise an epoch is yet to be ended
+        return self.done.epoch >= self.plan.max_epochs or cut_short
 
     def _steps_to_max(self) -> int:
         most = self.plan.max_steps
@@ -155,7 +156,7 @@ class Trainer:
         said = torch.tensor([total if finite else 0.0, samples if finite else 0, self.stop.signal is not None])
         self._talk(lambda comm: comm.all_reduce_(said, "loss", control=True))
         loss, count, self._asked = said.tolist()
-        figures.loss, figures.samples = loss / count if count else 0.0, round(count)
+        figures.loss, figures.samples = loss / count if count else None, round(count)
 
     def _stop_asked(self) -> bool:
         return bool(self._asked)
@@ -236,6 +237,7 @@ class Trainer:
                 "progress": asdict(self.done),
                 "batch": self._global_batch,
                 "validations": self.validations,
+                "run": self.in_run.state_dict(),
             },
             own={
                 "oktopk": oktopk,
@@ -249,7 +251,10 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint that all ranks can read, to the bit if there are as many as before."""
+        """Go on from the newest checkpoint that all ranks can read, to the bit if there are as many as before;
+        from the beginning if there is none yet."""
+        if self._ask(self.checkpoints.newest) is None:
+            return
         found: Snapshot = self._ask(self.checkpoints.load)
         shared, own = found.shared, found.own
         with torch.no_grad():
@@ -265,6 +270,8 @@ class Trainer:
             self.task.load_state_dict(own["task"])
             self.in_epoch, self.in_run = Phases(own["epoch"]), Phases(own["run"])
             self.sparsities[:], self.compression_ratios[:], self.communication_sizes[:] = own["lists"]
+        else:
+            self.in_run = Phases(shared["run"])
         if self._chief:
             log.info("going on after step %d, in epoch %d", self.done.step, self.done.epoch)
 

@@ -57,10 +57,10 @@ def train_rank(resolved: Resolved, place: Place, comm: Communicator, stop: Stop,
         folder = _folder(comm, resolved.config, resume)
         task = _task(resolved.config, place)
     plan = _plan(resolved.config, task, place)
-    if comm.rank == 0:
-        say_start(resolved, place.how, task.data, task.embedded, plan)
-        _say_without_effect(resolved)
     with _writing(comm, folder, resolved) as run_folder:
+        if comm.rank == 0:
+            say_start(resolved, place.how, task.data, task.embedded, plan)
+            _say_without_effect(resolved)
         return _fit(resolved.config, task, plan, run_folder, comm, stop, resume)
 
 
@@ -78,7 +78,7 @@ def _fit(
     with _optimizer(config, task.model, comm, folder) as optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
-        if resume and checkpoints.steps():
+        if resume:
             trainer.resume()
         ended_by = trainer.fit()
         result = _result(trainer, ended_by is None)
@@ -115,7 +115,7 @@ def _folder(comm: Communicator, config: TrainConfig, resume: bool) -> Path:
     if comm.rank == 0 and not resume:
         try:
             check_unused(path)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             problem = str(error)
     said = gather_json(comm, {"path": str(path), "problem": problem}, "folder")[0]
     if said["problem"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,6 +80,9 @@ def say_transition(figures: StepFigures, plan: Plan) -> None:
 
 
 def say_epoch(figures: EpochFigures, next_lr: float) -> None:
+    if not figures.steps:
+        log.debug("epoch %d has no steps to average", figures.epoch)
+        return
     loss = "no finite loss" if figures.loss is None else f"loss {figures.loss:.4f}"
     skipped = f", {figures.skipped} of them skipped" if figures.skipped else ""
     log.info(
@@ -93,8 +97,6 @@ def say_epoch(figures: EpochFigures, next_lr: float) -> None:
         *(1e3 * s for s in (figures.data_seconds, figures.exposed_seconds)),
         *(figures.memory_bytes / 1e9, gpu, figures.slowest_rank, figures.slowest_ratio),
     )
-    if not figures.phases:
-        log.debug("epoch %d has no steps to average", figures.epoch)
     for phase, means in figures.phases.items():
         log.info("  %s", phase_line(phase, means))
 
@@ -116,7 +118,8 @@ def phase_line(phase: str, means: Mapping[str, Any]) -> str:
 
 
 def say_validation(epoch: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:
-    values = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    texts = {name: f"{value:.4f}" if math.isfinite(value) else "not finite" for name, value in figures.items()}
+    values = ", ".join(f"{name} {text}" for name, text in texts.items())
     log.info("epoch %d: %s", epoch, values or "nothing to validate with")
     for line in shown:
         log.info("  %s", line)

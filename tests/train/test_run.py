@@ -1,0 +1,250 @@
+"""A run from its options to its files: stopped and gone on with, done again, and kept from doing harm."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from signal import Signals
+
+import pytest
+import torch
+from runs import BATCH, Batch, Ran, Recipe, Regression, Runs, assert_same, parameters, timeless
+
+from oktopk.train import run as module
+from oktopk.train import snapshot
+from oktopk.train.config import ConfigError
+from oktopk.train.replicas import checksum
+from oktopk.train.snapshot import CheckpointError
+
+Hook = Callable[[Regression, Batch], None]
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(tmp_path, monkeypatch)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# Stopping and going on.
+
+
+def assert_same_run(one: Ran, other: Ran) -> None:
+    """Parameters, buffers, optimizer, residuals, random numbers, the task's state, sums and figures."""
+    assert_same(one.state, other.state)
+    assert_same(timeless(one.result), timeless(other.result))
+    for kind in ("epoch", "validation"):
+        assert_same(timeless(one.lines(kind)), timeless(other.lines(kind)))
+    losses = [[(line["step"], line["loss"], line["lr"]) for line in ran.lines("train")] for ran in (one, other)]
+    assert losses[0] == losses[1]
+
+
+def stopping(runs: Runs, epoch: int, step: int, number: Signals, rank: int = 0) -> Hook:
+    def stop(task: Regression, batch: Batch) -> None:
+        if (batch.rank, batch.epoch, batch.step) == (rank, epoch, step):
+            runs.stops[rank].signal = number
+
+    return stop
+
+
+@pytest.mark.parametrize("number", [Signals.SIGINT, Signals.SIGTERM])
+@pytest.mark.parametrize("step", [0, 3, 5])
+def test_a_run_that_is_interrupted_and_resumed_is_the_same_to_the_bit(
+    runs: Runs, number: Signals, step: int
+) -> None:
+    """With dropout and a carried state, in the sparse phase; also after the last step of an epoch."""
+    options = {"max_epochs": 4, "warmup_steps": 4, "density": 0.2, "compressor": "oktopk"}
+    recipe = {"samples": 6 * BATCH, "dropout": 0.3}
+    whole = runs("whole", recipe=Recipe(**recipe), **options)
+    stop = stopping(runs, 1, step, number)
+    cut = runs("cut", recipe=Recipe(**recipe, before=stop), **options)
+    assert cut.outcome.code == 128 + number
+    assert not cut.result["finished"]
+    assert cut.result["steps"] == 6 + step + 1
+    assert [line["epoch"] for line in cut.lines("epoch")] == [0]
+    assert f"{number.name}: saved after step {7 + step}" in (cut.folder / "train.log").read_text()
+    torch.rand(7)  # another process would not have these random numbers
+    resumed = runs("cut", recipe=Recipe(**recipe), resume=True, **options)
+    assert resumed.outcome.code == 0
+    assert resumed.trainers[0].optimizer.reducer.state_dict()  # residuals are part of what is compared
+    assert_same_run(whole, resumed)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_run_stopped_in_the_steps_that_max_steps_ends_is_still_finished(runs: Runs, step: int) -> None:
+    """Item 15: an epoch of which all steps are done is yet to be summarised and validated."""
+    options = {"max_epochs": 2, "max_steps": 4}
+    whole = runs("whole", **options)
+    runs("cut", recipe=Recipe(before=stopping(runs, 0, step, Signals.SIGTERM)), **options)
+    resumed = runs("cut", resume=True, **options)
+    assert [line["epoch"] for line in resumed.lines("validation")] == [0]
+    assert_same_run(whole, resumed)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(runs: Runs, world: int) -> None:
+    def die(task: Regression, batch: Batch) -> None:
+        if (batch.epoch, batch.step) == (1, 4):
+            raise KilledError
+
+    options = {"world": world, "max_epochs": 3, "warmup_steps": 4, "density": 0.2, "save_every": 4}
+    recipe = {"samples": 6 * BATCH * world, "dropout": 0.3 if world == 1 else 0.0}  # threads share a generator
+    whole = runs("whole", recipe=Recipe(**recipe), **options)
+    killed = runs("cut", recipe=Recipe(**recipe, before=die), **options)
+    assert len(killed.errors(KilledError)) == world
+    assert killed.checkpoints == ["step-00000004", "step-00000006", "step-00000008"]
+    torch.rand(7)
+    resumed = runs("cut", recipe=Recipe(**recipe), resume=True, **options)
+    assert [line["step"] for line in resumed.lines("train")] == list(range(18))
+    assert_same_run(whole, resumed)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(runs: Runs) -> None:
+    def die(task: Regression, batch: Batch) -> None:
+        raise KilledError
+
+    runs("cut", world=2, recipe=Recipe(before=die)).errors(KilledError)
+    assert_same_run(runs("whole", world=2), runs("cut", world=2, resume=True))
+
+
+def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_step(runs: Runs) -> None:
+    options = {"world": 3, "max_epochs": 2, "warmup_steps": 4, "density": 0.2}
+    recipe = {"samples": 6 * BATCH * 3}
+    whole = runs("whole", recipe=Recipe(**recipe), **options)
+    stop = stopping(runs, 1, 2, Signals.SIGTERM, rank=1)
+    cut = runs("cut", recipe=Recipe(**recipe, before=stop), **options)
+    assert cut.outcome.code == 128 + Signals.SIGTERM  # on all ranks
+    assert [trainer.done.step for trainer in cut.trainers] == [9, 9, 9]
+    assert_same_run(whole, runs("cut", recipe=Recipe(**recipe), resume=True, **options))
+
+
+def test_another_number_of_ranks_goes_on_and_finishes(runs: Runs) -> None:
+    options = {"max_epochs": 3, "warmup_steps": 4, "density": 0.2}
+    recipe = {"samples": 36 * BATCH}
+    stop = stopping(runs, 1, 8, Signals.SIGTERM)
+    cut = runs(world=2, recipe=Recipe(**recipe, before=stop), **options)
+    assert cut.result["steps"] == 18 + 9
+    grown = runs(world=3, recipe=Recipe(**recipe), resume=True, **options)
+    assert grown.outcome.code == 0
+    assert grown.result["finished"]
+    # Half of epoch 1 was behind it: 6 of 12 steps remain, and 12 of epoch 2.
+    assert grown.result["steps"] == 27 + 6 + 12
+    assert [line["epoch"] for line in grown.lines("epoch")] == [0, 1, 2]
+    phases = grown.result["phases"]
+    assert (phases["dense"]["steps"], phases["sparse"]["steps"]) == (4, 41)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_finished_run_resumed_does_nothing_and_keeps_its_result(runs: Runs, world: int) -> None:
+    ran = runs(max_epochs=2, warmup_steps=4)
+    before = contents(ran.folder)
+    again = runs(world=world, max_epochs=2, warmup_steps=4, resume=True)
+    assert again.outcome.code == 0
+    assert again.trainers[0].lists == []
+    after = contents(ran.folder)
+    changed = {Path(path).name for path in after if after[path] != before.get(path)}
+    logs = {name for name in changed if name.startswith(("train.log", "events.out"))}
+    assert changed - logs == (set() if world == 1 else {"result.json"})  # it has the number of ranks in it
+    assert again.result["phases"] == ran.result["phases"]
+    assert again.result["validations"] == ran.result["validations"]
+
+
+# The same again.
+
+
+def test_a_seed_decides_everything(runs: Runs) -> None:
+    sums, states = [], []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        ran = runs(name, recipe=Recipe(dropout=0.3), max_epochs=1, warmup_steps=4, seed=seed)
+        sums.append(checksum(ran.trainers[0].model.parameters()))
+        states.append(ran)
+        torch.rand(5)
+    assert sums[0] == sums[1] != sums[2]
+    assert_same_run(states[0], states[1])
+
+
+def test_all_ranks_have_the_same_parameters_in_the_end(runs: Runs) -> None:
+    recipe = Recipe(samples=14 * BATCH * 3)
+    ran = runs(world=3, recipe=recipe, max_epochs=1, warmup_steps=4, compressor="oktopk", density=0.1)
+    assert ran.result["phases"]["sparse"]["steps"] == 10
+    for trainer in ran.trainers[1:]:
+        assert torch.equal(parameters(trainer), parameters(ran.trainers[0]))
+
+
+# Bad input.
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(runs: Runs) -> None:
+    ran = runs(max_epochs=1)
+    before = contents(ran.folder)
+    refused = runs(world=2, max_epochs=1, seed=5)
+    for said in refused.errors(ConfigError):
+        assert f"{ran.folder} holds a run" in said
+        assert "--resume" in said
+    assert contents(ran.folder) == before
+
+
+def test_a_file_in_the_way_of_the_folder_is_named_on_all_ranks(runs: Runs) -> None:
+    (runs.folder / "run").write_text("precious")
+    refused = runs(world=2, max_epochs=1)
+    assert all(isinstance(end, module.BAD_INPUT) for end in refused.ends)
+    for end in refused.ends:
+        assert str(runs.folder / "run") in str(end)
+        assert "exists" in str(end)
+    assert (runs.folder / "run").read_text() == "precious"
+
+
+def test_a_folder_that_rank_0_may_not_look_into_ends_all_ranks(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(module, "check_unused", refuse)
+    for said in runs(world=2, max_epochs=1).errors(ConfigError):
+        assert "Permission denied" in said
+
+
+def test_ranks_with_other_options_are_found_out(runs: Runs) -> None:
+    real = module.as_toml
+    texts = iter("ab")
+
+    def differs(resolved: object) -> str:
+        return real(resolved) + next(texts)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "as_toml", differs)
+        for said in runs(world=2, max_epochs=1).errors(ConfigError):
+            assert "ranks disagree on the options" in said
+    assert not os.path.exists(runs.folder / "run")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_ends_all_ranks_and_the_older_checkpoint_can_be_resumed(runs: Runs, rank: int) -> None:
+    """In the second save one rank's disk is full."""
+    real = snapshot.write_hashed
+    options = {"world": 2, "max_epochs": 4, "warmup_steps": 4, "density": 0.2}
+    recipe = Recipe(samples=6 * BATCH * 2)
+    whole = runs("whole", recipe=recipe, **options)
+
+    def full(path: Path, write: Callable[[snapshot.HashingFile], object]) -> snapshot.FileRecord:
+        if path.parent.name == "step-00000012" and path.name.startswith(f"rank-{rank:04d}"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, write)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "write_hashed", full)
+        ran = runs("cut", recipe=recipe, **options)
+    for said in ran.errors(CheckpointError):
+        assert f"rank {rank}" in said
+        assert "No space left on device" in said
+    assert ran.checkpoints == ["step-00000006"]
+    assert_same_run(whole, runs("cut", recipe=recipe, resume=True, **options))
