@@ -136,4 +136,4 @@ def _sentence(error: BaseException) -> str:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
+    return int(text) if text and text.isdecimal() else None

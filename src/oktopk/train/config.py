@@ -21,10 +21,13 @@ class ConfigError(OkTopkError, ValueError):
     """An option that cannot be used."""
 
 
-def whole(least: int) -> Callable[[Any], int]:
+def whole(least: int, up_to: float = inf) -> Callable[[Any], int]:
+    wanted = f"a whole number from {least} " + ("on" if up_to == inf else f"up to {up_to}")
+
     def parse(value: Any) -> int:
-        if isinstance(value, bool) or int(value) != float(value) or int(value) < least:
-            raise ValueError(f"a whole number from {least} on")
+        fraction = isinstance(value, float) and not value.is_integer()
+        if isinstance(value, bool) or fraction or not least <= int(value) <= up_to:
+            raise ValueError(wanted)
         return int(value)
 
     parse.__name__ = "int"
@@ -90,7 +93,7 @@ class TrainConfig:
     max_steps: int | None = option(None, whole(1), LONG, "end after this many steps, even within an epoch")
     val_every: int = option(5, whole(1), LONG, "validate after epochs 0, 4, 9, …; the last one always")
     pseudo_accuracy: bool = option(False, switch, LONG, "beside WER, show max(0, 1 - WER)")
-    seed: int = option(0, whole(0), LONG, "the same seed gives the same run")
+    seed: int = option(0, whole(0, 2**32 - 1), LONG, "the same seed gives the same run")
 
     batch_size: int | None = option(None, whole(1), LEARN, "samples of a rank in one forward pass")
     nsteps_update: int = option(1, whole(1), LEARN, "backward passes whose gradients make one step")
@@ -146,7 +149,7 @@ def parse(name: str, value: Any, origin: str) -> Any:
         if isinstance(value, (list, dict)):
             raise ValueError("a single value")
         return wanted(value)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         reason = str(error)
         said = reason if reason.startswith(("a ", "one of", "True")) else f"of type {wanted.__name__}"
         raise ConfigError(f"{name} must be {said}, got {value!r} ({origin})") from error

@@ -79,9 +79,8 @@ def find_place(environment: Mapping[str, str], nwpernode: int | None = None) -> 
 def check_world(place: Place, nworkers: int | None) -> None:
     if nworkers is not None and nworkers != place.world:
         real = "is 1 rank" if place.world == 1 else f"are {place.world} ranks"
-        raise ConfigError(
-            f"--nworkers is {nworkers}, but there {real} ({place.how}): start {nworkers} by torchrun or mpirun, or on this machine by --ranks {nworkers}"
-        )
+        how = f"start {nworkers} by torchrun or mpirun, or on this machine by --ranks {nworkers}"
+        raise ConfigError(f"--nworkers is {nworkers}, but there {real} ({place.how}): {how}")
 
 
 @contextmanager
