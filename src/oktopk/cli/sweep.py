@@ -1,0 +1,162 @@
+"""Train by several algorithms, at several densities, from several seeds, and compare.
+
+    oktopk sweep --algorithms dense,oktopk,topka --densities 0.01,0.02 --seeds 0,1,2 --out FOLDER --ranks 2 \\
+        -- --dnn lstman4-small --max-epochs 20
+
+What follows -- goes to every `oktopk train`. Runs come one after the other, dense once for each seed. Ctrl-C ends
+the sweep, and the present run saves itself; the same command goes on. A run that fails is noted, and the next
+begins. The table is on stdout, and in FOLDER as sweep.csv and sweep.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from oktopk.errors import OkTopkError
+from oktopk.tools import sweep
+from oktopk.train.config import OPTIONS, ConfigError, parse
+from oktopk.train.launch import find_place
+from oktopk.train.origins import resolve
+
+from .complaint import complain
+from .train import add_arguments as add_train_arguments
+
+NAME, HELP = "sweep", "train by several algorithms, densities and seeds, and compare"
+OURS = ("out", "compressor", "compression", "density", "seed", "ranks")
+"""Options of train that the sweep sets."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--algorithms", default="dense,oktopk", metavar="A,B,…", help="(default: dense,oktopk)")
+    parser.add_argument("--densities", default="0.01", metavar="D,E,…", help="(default: 0.01)")
+    parser.add_argument("--seeds", default="0", metavar="S,T,…", help="(default: 0)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the runs and the tables")
+    parser.add_argument("--ranks", metavar="N", help="ranks of each run, on this machine")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="options of oktopk train, for all runs")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        _check(options)
+        runs = sweep.plan(
+            _list("compressor", options.algorithms),
+            _list("density", options.densities),
+            _list("seed", options.seeds),
+        )
+        return _sweep(options, runs)
+    except (OkTopkError, OSError) as error:
+        complain("sweep", error)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def _sweep(options: argparse.Namespace, runs: Sequence[sweep.Run]) -> int:
+    words = [*(["--ranks", options.ranks] if options.ranks else []), *options.options]
+    _check_same(options.out, words)
+    log, handler = logging.getLogger(sweep.__name__), logging.StreamHandler(sys.stderr)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        outcomes, ended_by = sweep.do_all(
+            runs, options.out, words, note=lambda known: sweep.write(options.out, sweep.report(known, words))
+        )
+    finally:
+        log.removeHandler(handler)
+    report = sweep.report(outcomes, words)
+    print(json.dumps(report, indent=2) if options.json else text(report))
+    if ended_by is not None:
+        print(f"{ended_by.name}: the same command goes on with the sweep in {options.out}", file=sys.stderr)
+        return 128 + ended_by
+    return int(any(outcome.status != sweep.FINISHED for outcome in outcomes))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What is wrong with the options of all runs is said once, before the first."""
+    if find_place(os.environ).world > 1:
+        raise ConfigError(
+            "a sweep starts its ranks itself: call it without mpirun, torchrun or srun, with --ranks N"
+        )
+    parser = argparse.ArgumentParser(prog="oktopk sweep … --", allow_abbrev=False, add_help=False)
+    add_train_arguments(parser)
+    said = parser.parse_args(options.options)
+    given = {name: getattr(said, name) for name in OPTIONS if hasattr(said, name)}
+    for name in (*OURS, "resume", "json"):
+        if name in given or (name not in OPTIONS and getattr(said, name)):
+            raise ConfigError(f"--{name} after --: the sweep sets it for each run; see oktopk sweep --help")
+    resolved = resolve(given | ({"ranks": options.ranks} if options.ranks else {}), os.environ, said.config)
+    if not resolved.config.compression:
+        origin = resolved.origins["compression"]
+        raise ConfigError(f"compression is False ({origin}), and all runs would be dense: take it out")
+
+
+def _check_same(folder: Path, words: Sequence[str]) -> None:
+    before = sweep.options_before(folder)
+    if before is not None and before != list(words):
+        raise ConfigError(
+            f"{folder} holds a sweep with other options ({' '.join(before) or 'none'}), whose runs cannot be "
+            "compared with these: give the same options, or another --out"
+        )
+
+
+def _list(name: str, text: str) -> list[Any]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError(f"give at least one {name}, got {text!r}")
+    return [parse(name, word, "command line") for word in words]
+
+
+Form = Callable[[Any], str]
+_OF_RUN: dict[str, Form] = {"algorithm": str, "density": "{:g}".format, "seed": str, "status": str, "steps": str}
+_OF_SEEDS: dict[str, Form] = {"algorithm": str, "density": "{:g}".format, "seeds": str}
+_TITLES = {"sent_bytes": "sent bytes/step", "step_ms": "ms/step"}
+
+
+def text(report: dict[str, Any]) -> str:
+    """The runs, below them the means over seeds, and what has failed."""
+    rows, groups = report["runs"], report["over_seeds"]
+    known = {*_OF_RUN, "run", "problem", "phase", *_TITLES}
+    validation = dict.fromkeys(name for one in rows for name in one if name not in known)
+    figures: dict[str, Form] = {**dict.fromkeys(validation, "{:.4f}".format), "sent_bytes": "{:,.0f}".format}
+    figures["step_ms"] = "{:.1f}".format
+    titles = ["phase", *(_TITLES.get(name, name) for name in figures)]
+    of_run = _OF_RUN | {"phase": str} | figures
+    parts = [
+        _table([*_OF_RUN, *titles], [[_cell(one.get(n), form) for n, form in of_run.items()] for one in rows])
+    ]
+    if groups:
+        of_seeds = _OF_SEEDS | {"phase": str}
+        means = [
+            [_cell(one[name], form) for name, form in of_seeds.items()]
+            + [_spread(one["figures"].get(name), form) for name, form in figures.items()]
+            for one in groups
+        ]
+        parts.append("mean ± standard deviation over seeds\n" + _table([*_OF_SEEDS, *titles], means))
+    if failed := [f"  {one['run']}: {one['problem']}" for one in rows if one["problem"]]:
+        parts.append("\n".join(["failed:", *failed]))
+    return "\n\n".join(parts)
+
+
+def _cell(value: Any, form: Form) -> str:
+    return "–" if value is None else form(value)
+
+
+def _spread(figure: dict[str, Any] | None, form: Form) -> str:
+    if figure is None:
+        return "–"
+    return form(figure["mean"]) + ("" if figure["std"] is None else f" ± {form(figure['std'])}")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    columns = list(zip(head, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *rows)
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,134 @@
+"""Job scripts for SLURM and PBS. A value in them has the form lr="${lr:-0.01}": the environment overrides it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from oktopk.errors import OkTopkError
+
+SCHEDULERS = ("slurm", "pbs")
+_TIME = re.compile(r"\d{1,4}:[0-5]\d:[0-5]\d")
+_WORD = re.compile(r"[\w.+@/:,-]+", re.ASCII)
+_NAME_LENGTH = 15  # older PBS take no more
+_SPECIAL = re.compile(r'([\\"$`}])')
+
+
+class JobError(OkTopkError, ValueError):
+    """A job that no scheduler would take."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of `oktopk train`. `options` are its values; one that is None is only passed if the job's
+    environment sets it."""
+
+    scheduler: str
+    options: Mapping[str, str | None]
+    nodes: int = 1
+    ranks_per_node: int = 1
+    cpus_per_rank: int = 1
+    time: str = "01:00:00"
+    queue: str | None = None
+    account: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheduler not in SCHEDULERS:
+            raise JobError(f"scheduler must be one of {', '.join(SCHEDULERS)}, got {self.scheduler!r}")
+        if not _TIME.fullmatch(self.time):
+            raise JobError(f"time must be HH:MM:SS, got {self.time!r}")
+        for what in ("nodes", "ranks_per_node", "cpus_per_rank"):
+            if getattr(self, what) < 1:
+                raise JobError(f"{what} must be at least 1, got {getattr(self, what)}")
+        for what in ("queue", "account"):
+            value = getattr(self, what)
+            if value is not None and not _WORD.fullmatch(value):
+                raise JobError(f"{what} must be a single word, got {value!r}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.options['compressor']}-{self.options['dnn']}"[:_NAME_LENGTH]
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def render(job: Job) -> str:
+    """The script."""
+    head, submit, launch = _slurm(job) if job.scheduler == "slurm" else _pbs(job)
+    values = [f'{name}="${{{name}:-{quoted(value or "")}}}"' for name, value in job.options.items()]
+    words = [_option(name, value) for name, value in job.options.items()]
+    words += ['--nworkers "$nworkers"', '--out "$out" --resume']
+    lines = [
+        "#!/bin/bash",
+        *head,
+        "set -euo pipefail",
+        "",
+        f"# The environment overrides each of these: lr=0.1 {submit}",
+        *values,
+        *_of_the_job(job),
+        f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"',
+        "",
+        "# A job that is queued again with the same $out goes on where the run was saved.",
+        f"{launch} oktopk train \\",
+        *(f"    {word} \\" for word in words[:-1]),
+        f"    {words[-1]}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def quoted(value: str) -> str:
+    r"""For the place of `word` in "${name:-word}". There bash lets a backslash precede all but the apostrophe,
+    which it takes for itself in quotes only.
+
+    >>> print(quoted("it's ${x}"))
+    it"'"s \${x\}
+    """
+    return _SPECIAL.sub(r"\\\1", value).replace("'", '"\'"')
+
+
+def _option(name: str, value: str | None) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    # The quotes within keep a value with spaces in one piece; an empty one leaves nothing at all.
+    return f'{flag} "${name}"' if value is not None else f'${{{name}:+{flag} "${name}"}}'
+
+
+def _of_the_job(job: Job) -> list[str]:
+    """What depends on the job as it was submitted, which may have more nodes than the script says."""
+    if job.scheduler == "slurm":
+        ranks, identity = f"${{SLURM_NTASKS:-{job.ranks}}}", "${SLURM_JOB_ID:-$$}"
+    else:
+        ranks, identity = str(job.ranks), "${PBS_JOBID:-$$}"
+    return [f'nworkers="${{nworkers:-{ranks}}}"', f'out="${{out:-runs/$dnn-$compressor-seed$seed-{identity}}}"']
+
+
+def _slurm(job: Job) -> tuple[list[str], str, str]:
+    head = [
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.nodes}",
+        f"#SBATCH --ntasks-per-node={job.ranks_per_node}",
+        f"#SBATCH --cpus-per-task={job.cpus_per_rank}",
+        f"#SBATCH --time={job.time}",
+        "#SBATCH --signal=TERM@120",  # seconds before the end, for the run to save itself
+        "#SBATCH --output=%x-%j.out",
+    ]
+    head += [f"#SBATCH --partition={job.queue}"] * (job.queue is not None)
+    head += [f"#SBATCH --account={job.account}"] * (job.account is not None)
+    return head, "sbatch SCRIPT", f'srun --ntasks "$nworkers" --cpus-per-task {job.cpus_per_rank}'
+
+
+def _pbs(job: Job) -> tuple[list[str], str, str]:
+    m, c = job.ranks_per_node, job.cpus_per_rank
+    head = [
+        f"#PBS -N {job.name}",
+        f"#PBS -l select={job.nodes}:ncpus={m * c}:mpiprocs={m}:ompthreads={c}",
+        f"#PBS -l walltime={job.time}",
+        "#PBS -j oe",
+        "#PBS -V",  # the environment of qsub is that of the job, as with SLURM
+    ]
+    head += [f"#PBS -q {job.queue}"] * (job.queue is not None)
+    head += [f"#PBS -A {job.account}"] * (job.account is not None)
+    # PBS starts jobs in the home folder
+    return head, "qsub SCRIPT", 'cd "${PBS_O_WORKDIR:-.}"\nmpiexec -n "$nworkers"'

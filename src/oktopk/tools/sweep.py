@@ -1,0 +1,253 @@
+"""The same training by several algorithms, at several densities, from several seeds: one run after the other.
+
+Every run is a process with a folder of its own, in the sweep's. A run that is finished is not repeated, and one
+that is not goes on where it was saved: to go on with a sweep, start it again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+DENSE = "dense"
+CONFIG, RESULT = "config.toml", "result.json"
+CSV, JSON = "sweep.csv", "sweep.json"
+FINISHED, FAILED, INTERRUPTED, NOT_BEGUN = "finished", "failed", "interrupted", "not begun"
+TRAIN = (sys.executable, "-m", "oktopk", "train")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: what is to be done. Dense has no density."""
+
+    algorithm: str
+    density: float | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}{'' if self.density is None else f'-{self.density!r}'}-seed{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}{'' if self.density is None else f' {self.density!r}'} seed {self.seed}"
+
+    def options(self) -> list[str]:
+        density = [] if self.density is None else ["--density", repr(self.density)]
+        return ["--compressor", self.algorithm, *density, "--seed", str(self.seed)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a run so far; `result` is what it has written about itself."""
+
+    run: Run
+    status: str = NOT_BEGUN
+    problem: str | None = None
+    result: dict[str, Any] | None = None
+
+
+def plan(algorithms: Sequence[str], densities: Sequence[float], seeds: Sequence[int]) -> list[Run]:
+    """Seed by seed, so that there is something to compare early. Density means nothing to dense: once per seed.
+
+    >>> [run.name for run in plan(["dense", "oktopk"], [0.01, 0.02], [7])]
+    ['dense-seed7', 'oktopk-0.01-seed7', 'oktopk-0.02-seed7']
+    """
+    runs = [
+        Run(algorithm, density, seed)
+        for seed in seeds
+        for algorithm in algorithms
+        for density in ((None,) if algorithm == DENSE else densities)
+    ]
+    return list(dict.fromkeys(runs))
+
+
+def do_all(
+    runs: Sequence[Run],
+    folder: Path,
+    options: Sequence[str] = (),
+    command: Sequence[str] = TRAIN,
+    note: Callable[[Sequence[Outcome]], None] = lambda outcomes: None,
+) -> tuple[list[Outcome], signal.Signals | None]:
+    """Do what is not done yet; `note` hears of all runs before and after each. A failure does not keep the others
+    from their turn. A signal ends the present run, which saves itself, and the sweep; it is returned.
+    """
+    outcomes = [_found(run, folder / run.name) for run in runs]
+    with _Child() as child:
+        for index, run in enumerate(runs):
+            note(outcomes)
+            if child.signal is not None:
+                break
+            place = f"{index + 1} of {len(runs)}: {run}"
+            if outcomes[index].status in (FINISHED, FAILED):
+                log.info("%s: %s", place, outcomes[index].problem or "is finished already")
+                continue
+            log.info("%s", place)
+            path = folder / run.name
+            code = child.run([*command, *_arguments(run, path), *options])
+            outcomes[index] = _judged(_found(run, path), code, child.signal is not None)
+    note(outcomes)
+    return outcomes, child.signal
+
+
+def _arguments(run: Run, path: Path) -> list[str]:
+    resume = ["--resume"] if (path / CONFIG).exists() else []
+    return ["--out", str(path), *resume, *run.options()]
+
+
+def _found(run: Run, path: Path) -> Outcome:
+    """What the folder says of a run."""
+    try:
+        result = json.loads((path / RESULT).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Outcome(run, INTERRUPTED if (path / CONFIG).exists() else NOT_BEGUN)
+    except (OSError, ValueError) as error:
+        return Outcome(run, FAILED, f"{path / RESULT} cannot be read ({error}): remove {path} to do the run anew")
+    for name in ("algorithm", "seed", *(["density"] if run.density is not None else [])):
+        if result.get(name) != getattr(run, name):
+            problem = f"{path} holds another run, with {name} {result.get(name)}: remove it to do this one"
+            return Outcome(run, FAILED, problem)
+    return Outcome(run, FINISHED if result.get("finished") else INTERRUPTED, result=result)
+
+
+def _judged(found: Outcome, code: int, stopped: bool) -> Outcome:
+    if found.status == FINISHED and code == 0:
+        return found
+    if stopped:
+        return replace(found, status=INTERRUPTED)
+    problem = f"ended with code {code}" if code else found.problem or f"left no finished {RESULT}"
+    log.error("%s: %s", found.run, problem)
+    return replace(found, status=FAILED, problem=problem)
+
+
+class _Child:
+    """Runs commands, and passes signals on to the one that runs: it then saves itself and ends."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Child:
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            caught.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in caught}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Its log goes to stderr: on stdout there is nothing but the table.
+
+        A group of its own, so that a Ctrl-C reaches it once, through us: a second one would not let it save.
+        """
+        self._process = subprocess.Popen(command, stdout=2, start_new_session=True)
+        if self.signal is not None:  # it came while the process was being started
+            self._pass_on(self.signal)
+        try:
+            return self._process.wait()
+        finally:
+            self._process = None
+
+    def _note(self, number: int, _: object) -> None:
+        self.signal = signal.Signals(number)
+        self._pass_on(self.signal)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM if number is signal.SIGHUP else number)
+
+
+def row(outcome: Outcome) -> dict[str, Any]:
+    """A run in one line: its last validation, and means over the steps of its sparse phase, or of the dense one
+    if it had no other."""
+    run, result = outcome.run, outcome.result or {}
+    phases = result.get("phases") or {}
+    phase = next((name for name in ("sparse", "dense") if name in phases), None)
+    means = phases.get(phase) or {}
+    seconds = means.get("step_seconds")
+    return {
+        "run": run.name,
+        "algorithm": run.algorithm,
+        "density": run.density,
+        "seed": run.seed,
+        "status": outcome.status,
+        "problem": outcome.problem,
+        "steps": result.get("steps"),
+        "phase": phase,
+        "sent_bytes": means.get("sent_bytes"),
+        "step_ms": None if seconds is None else 1e3 * seconds,
+        **_validation(result),
+    }
+
+
+def _validation(result: dict[str, Any]) -> dict[str, float]:
+    last = (result.get("validations") or [{}])[-1]
+    return {name: value for name, value in last.items() if name not in ("epoch", "step")}
+
+
+def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and standard deviation (None of a single run) over the finished runs that differ in their seed only."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in rows:
+        if one["status"] == FINISHED:
+            groups.setdefault((one["algorithm"], one["density"], one["phase"]), []).append(one)
+    measured = list(dict.fromkeys(name for one in rows for name in one))[_FIRST_MEASURED:]
+    summary = []
+    for (algorithm, density, phase), members in groups.items():
+        figures = {name: _spread([one.get(name) for one in members]) for name in measured}
+        of = {"algorithm": algorithm, "density": density, "phase": phase, "seeds": len(members)}
+        summary.append({**of, "figures": {name: spread for name, spread in figures.items() if spread}})
+    return summary
+
+
+_FIRST_MEASURED = list(row(Outcome(Run(DENSE, None, 0)))).index("sent_bytes")
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float | None] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"mean": statistics.fmean(known), "std": statistics.stdev(known) if len(known) > 1 else None}
+
+
+def report(outcomes: Sequence[Outcome], options: Sequence[str] = ()) -> dict[str, Any]:
+    rows = [row(outcome) for outcome in outcomes]
+    return {"options": list(options), "runs": rows, "over_seeds": over_seeds(rows)}
+
+
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """sweep.json, and its runs as sweep.csv; a reader finds them whole at any time."""
+    names = dict.fromkeys(name for one in content["runs"] for name in one)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(content["runs"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, whole in ((CSV, text.getvalue()), (JSON, json.dumps(content, indent=2) + "\n")):
+        draft = folder / f".{name}.{os.getpid()}"
+        draft.write_text(whole, encoding="utf-8")
+        os.replace(draft, folder / name)
+
+
+def options_before(folder: Path) -> list[str] | None:
+    """Of the sweep in the folder, if it has begun a run."""
+    try:
+        before = json.loads((folder / JSON).read_text(encoding="utf-8"))["options"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return list(before) if any(folder.glob(f"*/{CONFIG}")) else None
