@@ -208,7 +208,7 @@ def test_min_seconds_leaves_out_shorter_training_utterances_only(folder: Path) -
     assert sorted(made.train.seconds) == seconds[2:]
     assert made.problems == ()
     assert len(made.val) == 1
-    with pytest.raises(DataError, match=r"no utterances to train with: all 5 .*--min-seconds 1000"):
+    with pytest.raises(DataError, match=r"no utterances are left: all 5 .*--min-seconds 1000"):
         made_from(folder, min_seconds=1000.0)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.errors import OkTopkError
-from oktopk.tools import sweep
+from oktopk.tools import sweep as tool
 from oktopk.train.config import OPTIONS, ConfigError, parse
 from oktopk.train.launch import find_place
 from oktopk.train.origins import resolve
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     try:
         _check(options)
-        runs = sweep.plan(
+        runs = tool.plan(
             _list("compressor", options.algorithms),
             _list("density", options.densities),
             _list("seed", options.seeds),
@@ -57,24 +57,24 @@ def run(options: argparse.Namespace) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _sweep(options: argparse.Namespace, runs: Sequence[sweep.Run]) -> int:
+def _sweep(options: argparse.Namespace, runs: Sequence[tool.Run]) -> int:
     words = [*(["--ranks", options.ranks] if options.ranks else []), *options.options]
     _check_same(options.out, words)
-    log, handler = logging.getLogger(sweep.__name__), logging.StreamHandler(sys.stderr)
+    log, handler = logging.getLogger(tool.__name__), logging.StreamHandler(sys.stderr)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        outcomes, ended_by = sweep.do_all(
-            runs, options.out, words, note=lambda known: sweep.write(options.out, sweep.report(known, words))
+        outcomes, ended_by = tool.do_all(
+            runs, options.out, words, note=lambda known: tool.write(options.out, tool.report(known, words))
         )
     finally:
         log.removeHandler(handler)
-    report = sweep.report(outcomes, words)
+    report = tool.report(outcomes, words)
     print(json.dumps(report, indent=2) if options.json else text(report))
     if ended_by is not None:
         print(f"{ended_by.name}: the same command goes on with the sweep in {options.out}", file=sys.stderr)
         return 128 + ended_by
-    return int(any(outcome.status != sweep.FINISHED for outcome in outcomes))
+    return int(any(outcome.status != tool.FINISHED for outcome in outcomes))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -97,7 +97,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_same(folder: Path, words: Sequence[str]) -> None:
-    before = sweep.options_before(folder)
+    before = tool.options_before(folder)
     if before is not None and before != list(words):
         raise ConfigError(
             f"{folder} holds a sweep with other options ({' '.join(before) or 'none'}), whose runs cannot be "

@@ -22,7 +22,7 @@ from typing import Any
 from oktopk.errors import OkTopkError
 from oktopk.train.config import OPTIONS, ConfigError, switch
 from oktopk.train.folder import CONFIG
-from oktopk.train.launch import Place, check_world, find_place, run_ranks
+from oktopk.train.launch import STARTED_BY_RANKS, Place, check_world, find_place, run_ranks
 from oktopk.train.origins import Resolved, resolve, shipped
 from oktopk.train.run import BAD_INPUT, train
 from oktopk.train.screen import BarHandler
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    place = find_place(os.environ, _number(getattr(options, "nwpernode", None)))
+    place = find_place(os.environ)
     _listen(place, options)
     try:
         return _run(options, place)
@@ -76,9 +76,12 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, place: Place) -> int:
     resolved, resume = _resolve(options)
     ranks = resolved.config.ranks
+    place = find_place(os.environ, resolved.config.nwpernode)
     if ranks is not None and place.how == "alone":
         check_world(Place(f"--ranks {ranks}", 0, ranks), resolved.config.nworkers)
         return run_ranks(ranks, [sys.executable, "-m", "oktopk", *options.words])
+    if hasattr(options, "ranks") and place.how != STARTED_BY_RANKS:
+        raise ConfigError(f"--ranks starts ranks by itself, but this is one of {place.world} ranks ({place.how})")
     check_world(place, resolved.config.nworkers)
     outcome = train(resolved, place, resume)
     if options.json and place.rank == 0:
@@ -133,7 +136,3 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text and text.isdecimal() else None

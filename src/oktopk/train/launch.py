@@ -49,7 +49,7 @@ class _Launcher:
     local_world: str
 
 
-_OURS = "OKTOPK_STARTED_BY"
+_OURS, STARTED_BY_RANKS = "OKTOPK_STARTED_BY", "--ranks"
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Launcher("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -150,7 +150,7 @@ def run_ranks(count: int, command: Sequence[str]) -> int:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     shared = {
         **os.environ,
-        _OURS: "--ranks",
+        _OURS: STARTED_BY_RANKS,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",

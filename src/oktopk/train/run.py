@@ -157,7 +157,8 @@ def _writing(comm: Communicator, path: Path, resolved: Resolved) -> Iterator[Run
     """The run's folder, which rank 0 can write to: if it cannot, all ranks end."""
     with _agreed(comm, resolved):
         folder = RunFolder(path, comm.rank == 0)
-        folder.write_config(Resolved(replace(resolved.config, out=path), resolved.origins))
+        # without nworkers: a run may go on with another number of ranks
+        folder.write_config(Resolved(replace(resolved.config, out=path, nworkers=None), resolved.origins))
     try:
         yield folder
     finally:

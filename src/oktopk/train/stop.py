@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Notes the first signal, so that a step can be finished and saved. The second Ctrl-C interrupts at once.
+    """Notes the first signal, so that a step can be finished and saved. A Ctrl-C after that interrupts at once.
 
     Handlers are restored at the end.
     """
@@ -30,6 +30,6 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is signal.SIGINT and number == signal.SIGINT:
+        if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
+        self.signal = self.signal or signal.Signals(number)

@@ -124,7 +124,8 @@ def speech(model: Callable[[], SpeechLSTM], source: Source, share: Share) -> Spe
         train = SpeechDataset.from_manifest(_manifest(source.folder, TRAIN_MANIFEST), augment, share.seed)
         val = SpeechDataset.from_manifest(_manifest(source.folder, VAL_MANIFEST))
     network = model()
-    return Speech(network, _that_fit(train, network, source), val, source, share)
+    train, val = _that_fit(train, network, source.min_seconds), _that_fit(val, network)
+    return Speech(network, train, val, source, share)
 
 
 def _manifest(folder: Path, name: str) -> Path:
@@ -135,12 +136,12 @@ def _manifest(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _that_fit(data: SpeechDataset, model: SpeechLSTM, source: Source) -> SpeechDataset:
+def _that_fit(data: SpeechDataset, model: SpeechLSTM, min_seconds: float = 0.0) -> SpeechDataset:
     """Without recordings that are too short: as was asked for, or to hold their letters at any tempo."""
     fastest = data.augment.tempo[1] if data.augment else 1.0
     kept, problems = [], list(data.problems)
     for recording in data.recordings:
-        if recording.seconds < source.min_seconds:
+        if recording.seconds < min_seconds:
             continue
         if steps_needed(recording) > _steps(model, recording.seconds / fastest):
             problems.append(Problem(recording.name, "too short for what is said in it"))
@@ -149,8 +150,8 @@ def _that_fit(data: SpeechDataset, model: SpeechLSTM, source: Source) -> SpeechD
     if len(problems) > len(data.problems):
         log.warning("left out for CTC:\n%s", listing(problems[len(data.problems) :]))
     if not kept:
-        why = f"all {len(data)} are too short for --min-seconds {source.min_seconds:g}, or for their letters"
-        raise DataError(f"no utterances to train with: {why}\n{listing(problems)}".rstrip())
+        why = f"all {len(data)} are too short for --min-seconds {min_seconds:g}, or for their letters"
+        raise DataError(f"no utterances are left: {why}\n{listing(problems)}".rstrip())
     return SpeechDataset(kept, problems, data.augment, data.seed)
 
 

@@ -1,0 +1,61 @@
+"""Every workload trains on its embedded data, through the dense warm-up into the sparse phase."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from oktopk.comm import Communicator, run_threads
+from oktopk.train.launch import Place
+from oktopk.train.origins import resolve
+from oktopk.train.run import Outcome, train_rank
+from oktopk.train.stop import Stop
+from oktopk.train.tasks import WORKLOADS
+
+pytestmark = pytest.mark.timeout(600)
+
+WORLD = {
+    "lstman4": None,  # tests/train/test_commands.py trains it, as its user does
+    "lstman4-small": 2,
+    "lstm": 1,
+    "lstm-small": 3,
+    "vgg16": 2,
+    "resnet20": 3,
+    "resnet56": 2,
+    "resnet110": 1,
+    "resnet50": 1,
+    "alexnet": 1,
+    "bert-base": 1,
+    "bert-tiny": 2,
+}
+"""Ranks for each workload: several for the small ones."""
+LR = {"bert-base": 1e-4, "bert-tiny": 1e-4}
+
+
+def test_every_workload_is_here() -> None:
+    assert WORLD.keys() == WORKLOADS.keys()
+
+
+@pytest.mark.parametrize(("dnn", "world"), [(dnn, world) for dnn, world in WORLD.items() if world])
+def test_20_steps_of_which_15_are_sparse(dnn: str, world: int, tmp_path: Path) -> None:
+    given = {"dnn": dnn, "out": tmp_path / "run", "batch_size": 2, "max_steps": 20, "warmup_steps": 5, "keep": 1}
+    resolved = resolve({**given, "lr": LR.get(dnn, 0.01)}, {})
+
+    def job(comm: Communicator) -> Outcome:
+        return train_rank(resolved, Place("test", comm.rank, comm.world), comm, Stop())
+
+    outcomes = run_threads(world, job, timeout=300)
+    assert [outcome.code for outcome in outcomes] == [0] * world
+    result = outcomes[0].result
+    assert {phase: row["steps"] for phase, row in result["phases"].items()} == {"dense": 5, "sparse": 15}
+    assert result["phases"]["sparse"]["skipped"] == 0
+    assert 0.98 < result["phases"]["sparse"]["sparsity"] < 0.995
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in steps if line["event"] == "train"]
+    assert len(losses) == 20
+    assert all(math.isfinite(loss) for loss in losses)
+    assert math.isfinite(result["validations"][-1]["val loss"])
+    assert result["metric"] in result["validations"][-1]
