@@ -10,8 +10,8 @@ INSTALLED := .venv/.installed
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
 
-demo: $(INSTALLED) ## six algorithms on four ranks of this machine, and what each sent
-	$(BIN)/python examples/collective.py
+demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machine, and see what was sent
+	$(BIN)/oktopk train --config demo --ranks 2
 
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
