@@ -17,6 +17,9 @@ _HOP = _FRAME // 2
 _REACH = SAMPLE_RATE * 8 // 1000
 """How far a piece may be moved to fit the one before; to and fro more than a period of the lowest voice."""
 
+_COARSE = 4
+"""Pieces are compared at every fourth sample: 4 kHz show how voices run, and it takes a third of the time."""
+
 
 def change_tempo(sound: Tensor, tempo: float) -> Tensor:
     """Faster (> 1) or slower at the same pitch: [samples] -> [round(samples / tempo)].
@@ -49,12 +52,13 @@ def change_tempo(sound: Tensor, tempo: float) -> Tensor:
 
 def _best_start(x: NDArray[np.float32], natural: int, nominal: int) -> int:
     """Near `nominal`, where the input looks most like it does at `natural`."""
-    wanted = x[natural : natural + _HOP]  # the part that is laid over the piece before
-    around = x[nominal - _REACH : nominal + _REACH + _HOP]
-    likeness = np.correlate(around, wanted, mode="valid")  # [2 reach + 1]
-    power = np.cumsum(np.concatenate([[0.0], around.astype(np.float64) ** 2]))
-    norm = np.sqrt(power[_HOP:] - power[:-_HOP] + 1e-9)
-    return nominal - _REACH + int(np.argmax(likeness / norm))
+    wanted = x[natural : natural + _HOP : _COARSE]  # the part that is laid over the piece before
+    around = x[nominal - _REACH : nominal + _REACH + _HOP : _COARSE]
+    likeness = np.correlate(around, wanted, mode="valid")  # [2 reach / coarse + 1]
+    power = np.zeros(len(around) + 1)
+    np.cumsum(around * around, out=power[1:])
+    norm = np.sqrt(power[len(wanted) :] - power[: -len(wanted)] + 1e-9)
+    return nominal - _REACH + _COARSE * int(np.argmax(likeness / norm))
 
 
 def change_gain(sound: Tensor, decibel: float) -> Tensor:
