@@ -28,6 +28,7 @@ from .prefetch import prefetched
 from .replicas import Buffers, average_buffers, check_replicas
 from .screen import Bar, say_epoch, say_transition, say_validation
 from .snapshot import Snapshot
+from .state import restore, state_of
 from .stop import Stop
 from .tasks import Clock, Task
 
@@ -188,7 +189,7 @@ class Trainer:
     def _next_epoch(self) -> None:
         self.done.epoch, self.done.in_epoch = self.done.epoch + 1, 0
         self.in_epoch = Phases()
-        for entries in (self.sparsities, self.compression_ratios, self.communication_sizes):
+        for entries in self._lists:
             entries.clear()
 
     def summarise(self, epoch: int) -> None:
@@ -225,30 +226,19 @@ class Trainer:
         self._talk(lambda comm: self.checkpoints.save(comm, snapshot))
 
     def snapshot(self) -> Snapshot:
-        state = self.optimizer.state_dict()
-        oktopk = state.pop("oktopk")
-        lists = (self.sparsities, self.compression_ratios, self.communication_sizes)
-        return Snapshot(
-            self.done.step,
-            self.done.epoch,
-            shared={
-                "parameters": dict(self.model.named_parameters()),
-                "optimizer": state,
-                "progress": asdict(self.done),
-                "batch": self._global_batch,
-                "validations": self.validations,
-                "run": self.in_run.state_dict(),
-            },
-            own={
-                "oktopk": oktopk,
-                "buffers": dict(self.model.named_buffers()),
-                "random": random_state(),
-                "task": self.task.state_dict(),
-                "epoch": self.in_epoch.state_dict(),
-                "run": self.in_run.state_dict(),
-                "lists": [list(entries) for entries in lists],
-            },
-        )
+        shared, own = state_of(self.task, self.optimizer)
+        shared |= {
+            "progress": asdict(self.done),
+            "batch": self._global_batch,
+            "validations": self.validations,
+            "run": self.in_run.state_dict(),
+        }
+        own |= {
+            "epoch": self.in_epoch.state_dict(),
+            "run": self.in_run.state_dict(),
+            "lists": [list(entries) for entries in self._lists],
+        }
+        return Snapshot(self.done.step, self.done.epoch, shared, own)
 
     def resume(self) -> None:
         """Go on from the newest checkpoint that all ranks can read, to the bit if there are as many as before;
@@ -257,23 +247,21 @@ class Trainer:
             return
         found: Snapshot = self._ask(self.checkpoints.load)
         shared, own = found.shared, found.own
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(shared["parameters"][name])
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(own["buffers"][name])
-        self.optimizer.load_state_dict({**shared["optimizer"], "oktopk": own["oktopk"]})
+        restore(self.task, self.optimizer, shared, own)
         self.done = self._rescaled(Progress(**shared["progress"]), shared["batch"])
         self.validations = list(shared["validations"])
-        if own["random"] is not None:  # otherwise another number of ranks had saved it
-            set_random_state(own["random"])
-            self.task.load_state_dict(own["task"])
+        if own["epoch"] is not None:  # otherwise another number of ranks had saved it
             self.in_epoch, self.in_run = Phases(own["epoch"]), Phases(own["run"])
-            self.sparsities[:], self.compression_ratios[:], self.communication_sizes[:] = own["lists"]
+            for entries, saved in zip(self._lists, own["lists"], strict=True):
+                entries[:] = saved
         else:
             self.in_run = Phases(shared["run"])
         if self._chief:
             log.info("going on after step %d, in epoch %d", self.done.step, self.done.epoch)
+
+    @property
+    def _lists(self) -> tuple[list[float], ...]:
+        return self.sparsities, self.compression_ratios, self.communication_sizes
 
     @property
     def _global_batch(self) -> int:
@@ -301,16 +289,3 @@ class Trainer:
 def spoiled_if_not_finite(loss: Tensor) -> Tensor:
     """A loss that is not finite may have gradients that are: then make them so, for all ranks to skip the step."""
     return loss if bool(torch.isfinite(loss)) else loss * math.nan
-
-
-def random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
