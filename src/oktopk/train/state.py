@@ -1,4 +1,4 @@
-"""What model, optimizer, task and random numbers must keep to go on to the bit: dicts of tensors and primitives."""
+"""What model, optimizer, task and random numbers must keep to go on to the bit: tensors and primitives."""
 
 from __future__ import annotations
 
