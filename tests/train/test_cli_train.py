@@ -316,7 +316,7 @@ def test_item_19_the_users_command_runs_to_its_end(
     assert "command line: dnn = lstman4, " in captured.out
     assert captured.err.count("--sigma-scale has no effect") == 1
     assert "never reaches the sparse phase" in captured.err
-    for words in ("val WER", "val CER", "val loss", "heard '"):
+    for words in ("val WER", "val CER", "val loss", 'heard "'):
         assert words in captured.out
     assert "val acc" not in captured.out
     result = json.loads(Path("run/result.json").read_text())

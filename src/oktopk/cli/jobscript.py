@@ -12,15 +12,15 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools.jobscript import SCHEDULERS, Job, JobError, render
-from oktopk.train.config import OPTIONS, switch
-from oktopk.train.origins import DEFAULT, Resolved, resolve, shipped
+from oktopk.train.config import OPTIONS
+from oktopk.train.origins import DEFAULT, Resolved, resolve
 
 from .complaint import complain
+from .options import add_config, add_option, given
 
 NAME, HELP = "jobscript", "write a job script for SLURM or PBS"
 ALL = "all"
@@ -38,21 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="limit (default: one hour)")
     parser.add_argument("--partition", "--queue", dest="queue", metavar="NAME")
     parser.add_argument("--account", metavar="NAME")
-    parser.add_argument("--config", help=f"a TOML file, or one of {', '.join(shipped())}")
+    add_config(parser)
     group = parser.add_argument_group("options of oktopk train")
-    for name, item in OPTIONS.items():
-        if name in _OF_THE_SCRIPT:
-            continue
-        extra: dict[str, Any] = {"nargs": "?", "const": "True"} if item.metadata["parse"] is switch else {}
-        also = f"; {ALL}: a script for each" if name == "compressor" else ""
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            default=argparse.SUPPRESS,
-            metavar=name.upper(),
-            help=item.metadata["meaning"] + also,
-            **extra,
-        )
+    for name in OPTIONS:
+        if name not in _OF_THE_SCRIPT:
+            add_option(group, name, f"; {ALL}: a script for each" if name == "compressor" else "")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,17 +62,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _scripts(options: argparse.Namespace) -> dict[str, str]:
     """From the algorithm's name to its script."""
-    given = {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}
-    given.pop("out", None)  # that of the script
-    every = str(given.get("compressor")).lower() == ALL
+    chosen = given(options)
+    chosen.pop("out", None)  # that of the script
+    every = str(chosen.get("compressor")).lower() == ALL
     if every and options.out is None:
         raise JobError(f"--compressor {ALL} makes {len(ALGORITHMS)} scripts: say where by --out FOLDER")
     if every:
-        del given["compressor"]
-    first = resolve(given, {}, options.config)  # the environment of the job counts, not this one
+        del chosen["compressor"]
+    first = resolve(chosen, {}, options.config)  # the environment of the job counts, not this one
     names = tuple(ALGORITHMS) if every else (first.config.algorithm,)
     return {
-        name: render(_job(options, resolve(given | {"compressor": name}, {}, options.config))) for name in names
+        name: render(_job(options, resolve(chosen | {"compressor": name}, {}, options.config))) for name in names
     }
 
 

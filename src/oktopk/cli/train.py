@@ -1,6 +1,6 @@
 """Train a network with sparse allreduce: alone, under torchrun, mpirun or srun, or with --ranks.
 
-    oktopk train --ranks 2                                       small enough to try: --dnn lstman4-small
+    oktopk train --config lstman4_small --ranks 2                small enough to try: two ranks of this machine
     oktopk train --config lstm_extended --data-dir audio_data    the configuration can be a TOML file, too
     mpirun -np 2 oktopk train --dnn lstman4 --nworkers 2         one rank per process
     oktopk train --resume runs/NAME                              go on where that run was saved
@@ -17,15 +17,17 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from oktopk.errors import OkTopkError
-from oktopk.train.config import OPTIONS, ConfigError, switch
+from oktopk.train.config import OPTIONS, ConfigError
 from oktopk.train.folder import CONFIG
 from oktopk.train.launch import STARTED_BY_RANKS, Place, check_world, find_place, run_ranks
-from oktopk.train.origins import Resolved, resolve, shipped
+from oktopk.train.origins import Resolved, resolve
 from oktopk.train.run import BAD_INPUT, train
 from oktopk.train.screen import BarHandler
+
+from .complaint import complain
+from .options import add_config, add_option, given
 
 NAME, HELP = "train", "train a network, and write down what happened"
 AUTO = "auto"
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", help=f"a TOML file, or one of {', '.join(shipped())}")
+    add_config(parser)
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -49,16 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, item in OPTIONS.items():
         topic = item.metadata["topic"]
         group = groups.get(topic) or groups.setdefault(topic, parser.add_argument_group(topic))
-        default = "" if item.default is None else f" (default: {item.default})"
-        extra: dict[str, Any] = {"nargs": "?", "const": "True"} if item.metadata["parse"] is switch else {}
-        group.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            default=argparse.SUPPRESS,
-            metavar=name.upper(),
-            help=item.metadata["meaning"] + default,
-            **extra,
-        )
+        add_option(group, name)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     except (*BAD_INPUT, OkTopkError) as error:
         log.debug("in full:", exc_info=True)
         if place.rank == 0 or not isinstance(error, BAD_INPUT):
-            print(f"oktopk train: error: {_sentence(error)}", file=sys.stderr)
+            complain(NAME, error)
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -91,22 +84,22 @@ def _run(options: argparse.Namespace, place: Place) -> int:
 
 def _resolve(options: argparse.Namespace) -> tuple[Resolved, bool]:
     """The options of the run, and whether to go on with an earlier one."""
-    given = {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}
+    chosen = given(options)
     config, folder = options.config, options.resume
     if folder == AUTO:
-        folder = given.get("out")
+        folder = chosen.get("out")
         if folder is None:
             raise ConfigError("--resume needs a folder: --resume RUN, or --out RUN --resume")
         found = (Path(folder) / CONFIG).exists()
     elif folder is not None:
-        given["out"], found = folder, True
+        chosen["out"], found = folder, True
         if not (Path(folder) / CONFIG).exists():
             raise ConfigError(f"--resume {folder}: there is no run in it (no {CONFIG})")
     else:
         found = False
     if found and config is None:
         config = str(Path(folder) / CONFIG)
-    return resolve(given, os.environ, config), found
+    return resolve(chosen, os.environ, config), found
 
 
 def _listen(place: Place, options: argparse.Namespace) -> None:
@@ -130,9 +123,3 @@ class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"{self._prefix}{level}{super().format(record)}"
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)

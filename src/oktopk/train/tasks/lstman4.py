@@ -70,7 +70,7 @@ class Speech(Task[SpeechBatch]):
             loss = self._total_loss(batch, log_probabilities, steps)
             heard = transcripts(log_probabilities, steps)
             tally.add(loss=float(loss), samples=len(heard), **errors(batch.texts, heard))
-            pairs += [f"said {said!r}, heard {text!r}" for said, text in zip(batch.texts, heard, strict=True)]
+            pairs += [f'said "{said}", heard "{text}"' for said, text in zip(batch.texts, heard, strict=True)]
         tally.shown = pairs[len(pairs) // 2 :: max(1, len(pairs) // 2 - 1)][:SHOWN]  # neither of the shortest
         return tally
 
