@@ -143,7 +143,7 @@ def test_item_14_two_transcripts_are_shown(corpus: Corpus) -> None:
         assert len(tally.shown) == 2
         for line in tally.shown:
             assert line.startswith('said "')
-            assert line.split("'")[1] in said
+            assert line.split('"')[1] in said
             assert ", heard " in line
 
 
