@@ -9,14 +9,15 @@ from .base import Clock
 Schedule = Callable[[float, Clock], float]
 
 
-def annealed(divisor: float) -> Schedule:
-    """Divided by the same number after every epoch.
+def annealed(divisor: float, *tenths: int) -> Schedule:
+    """Divided by the same number after every epoch, and by ten from each of these epochs on.
 
     >>> clock = Clock(epoch=5, step=70, steps_per_epoch=14, total_steps=140, world=8)
     >>> round(annealed(1.01)(0.01, clock), 6)
     0.009515
     """
-    return lambda lr, clock: lr / divisor**clock.epoch
+    tenth = tenth_at(*tenths)
+    return lambda lr, clock: tenth(lr, clock) / divisor**clock.epoch
 
 
 def tenth_at(*epochs: int, warmup_epochs: int = 0) -> Schedule:
