@@ -188,9 +188,11 @@ class Ran:
         return strict_json((self.folder / "result.json").read_text())
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
-        """Of metrics.jsonl; of two lines for the same step, the later one counts."""
+        """Of metrics.jsonl, one for each step: nothing stands twice."""
         every = [strict_json(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return list({line["step"]: line for line in every if line["event"] == kind}.values())
+        found = [line for line in every if line["event"] == kind]
+        assert len({line["step"] for line in found}) == len(found), kind
+        return found
 
     @property
     def checkpoints(self) -> list[str]:

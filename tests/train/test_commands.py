@@ -96,12 +96,16 @@ def check(folder: Path, name: str, dense: int, sparse: int) -> None:
 
 
 def test_item_19_the_users_own_command_alone(folder: Path) -> None:
-    words = USER.format(ranks=1).split()
-    out = run([sys.executable, str(ROOT / "main_trainer.py"), *words, "--out", "own"], folder)
-    check(folder, "own", dense=2, sparse=0)
-    assert {row["payload_bytes"] for row in steps(folder, "own")} == {110_278_272}
+    """With one more option, so that its second step is sparse: the folder holds few recordings."""
+    words = f"{USER.format(ranks=1)} --warmup_steps 1 --out own".split()
+    out = run([sys.executable, str(ROOT / "main_trainer.py"), *words], folder)
+    check(folder, "own", dense=1, sparse=1)
+    dense, sparse = steps(folder, "own")
+    assert (dense["payload_bytes"], dense["sparsity"], dense["compression_ratio"]) == (110_278_272, 0.0, 1.0)
+    assert sparse["payload_bytes"] == 8 * sparse["count"]
+    assert sparse["sparsity"] == pytest.approx(0.99, abs=0.003)
     assert "27,569,568 parameters" in out
-    assert "never reaches the sparse phase" in out
+    assert "2 steps: 1 dense warm-up, 1 sparse; sparse starts in epoch 0" in out
     assert "val WER" in out
     assert "val acc" not in out
     assert "nan" not in out.lower().split()
@@ -126,6 +130,17 @@ def test_item_19_a_wrong_number_of_workers_is_an_error_everywhere(folder: Path) 
             assert "--nworkers is 3, but there" in out
             assert "Traceback" not in out
     assert not (folder / "wrong").exists()
+
+
+def test_item_21_what_one_rank_finds_is_said_and_ends_all_under_mpirun(folder: Path) -> None:
+    """Data that only one rank misses, and data that all miss."""
+    program = [*MPIRUN, str(ROOT / "main_trainer.py"), *SMALL.split(), "--out", "bad"]
+    for words in (["--data-dir", "nowhere"], ["--pretrain", "nothing.pt"]):
+        with started([*program, *words], folder) as process:
+            out, _ = process.communicate(timeout=SECONDS)
+            assert process.returncode != 0
+            assert words[1] in out
+            assert "Traceback" not in out
 
 
 def test_sigterm_saves_and_resume_goes_on_to_the_same_end(folder: Path) -> None:

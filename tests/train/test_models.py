@@ -12,15 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oktopk.train.models import MODELS
-from oktopk.train.models.bert import bert_tiny
-from oktopk.train.models.cifar import Block, ResNet
+from oktopk.train.models.bert import bert_base, bert_tiny
+from oktopk.train.models.cifar import Block, ResNet, resnet20, resnet56, resnet110, vgg16
+from oktopk.train.models.imagenet import alexnet, resnet50
 from oktopk.train.models.lstman4 import Lookahead, SpeechLSTM, Widths, lstman4, lstman4_small
-from oktopk.train.models.ptb import lstm_small
+from oktopk.train.models.ptb import lstm, lstm_small
 
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "lstman4": lstman4,
+    "lstman4-small": lstman4_small,
+    "lstm": lstm,
+    "lstm-small": lstm_small,
+    "vgg16": vgg16,
+    "resnet20": resnet20,
+    "resnet56": resnet56,
+    "resnet110": resnet110,
+    "resnet50": resnet50,
+    "alexnet": alexnet,
+    "bert-base": bert_base,
+    "bert-tiny": bert_tiny,
+}
 PARAMETERS = {
     "lstman4": 27_569_568,
-    "lstman4-small": 968_264,
+    "lstman4-small": 1_048_084,
     "lstm": 66_034_000,
     "lstm-small": 4_653_200,
     "vgg16": 14_728_266,

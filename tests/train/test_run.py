@@ -115,6 +115,64 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(runs: Run
     assert_same_run(runs("whole", world=2), runs("cut", world=2, resume=True))
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_run_cut_by_max_steps_and_made_longer_is_the_same_as_a_whole_one(runs: Runs, world: int) -> None:
+    recipe = Recipe(samples=6 * BATCH * world)
+    options = {"max_epochs": 3, "warmup_steps": 4, "density": 0.2}
+    whole = runs("whole", world, recipe, **options)
+    cut = runs("cut", world, recipe, max_steps=8, **options)
+    assert cut.outcome.result["steps"] == 8
+    assert cut.lines("validation")[-1]["epoch"] == 1
+    longer = runs("cut", world, recipe, resume=True, **options)
+    assert longer.outcome.result["steps"] == whole.outcome.result["steps"] == 18
+    shared, expected = longer.state, whole.state
+    for state in (shared, expected):
+        state["shared"].pop("validations")  # the cut one has one more
+    assert_same(shared, expected)
+    assert [line["step"] for line in longer.lines("train")] == list(range(18))
+
+
+def test_files_have_no_step_twice_after_a_crash(runs: Runs) -> None:
+    def killed(task: Regression, batch: Batch) -> None:
+        if (batch.epoch, batch.step) == (1, 4):
+            raise KilledError
+
+    runs("run", recipe=Recipe(before=killed), max_epochs=2)
+    ran = runs("run", resume=True, max_epochs=2)
+    assert ran.outcome.code == 0
+    for kind in ("train", "step", "reduction"):
+        assert [line["step"] for line in ran.lines(kind)] == list(range(28))
+    rows = (ran.folder / "timing.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", *map(str, range(28))]
+
+
+def test_options_given_to_a_resumed_run_count(runs: Runs) -> None:
+    runs("run", max_epochs=1)
+    ran = runs("run", resume=True, max_epochs=2, momentum=0.1, weight_decay=0.5)
+    groups = ran.trainers[0].optimizer.param_groups
+    assert {(group["momentum"], group["weight_decay"]) for group in groups} == {(0.1, 0.5)}
+
+
+def test_a_resume_that_fails_leaves_the_run_as_it_was(runs: Runs) -> None:
+    first = runs("run", max_epochs=1)
+    before = contents(first.folder)
+    runs("run", recipe=Recipe(batch_norm=False), resume=True, max_epochs=2).errors(CheckpointError)
+    after = contents(first.folder)
+    log = str(first.folder / "train.log")
+    assert {name: after[name] for name in before if name != log} == {n: b for n, b in before.items() if n != log}
+
+
+def test_a_run_that_goes_on_has_no_result_until_it_ends(runs: Runs) -> None:
+    def killed(task: Regression, batch: Batch) -> None:
+        if batch.epoch == 1:
+            raise KilledError
+
+    runs("run", max_epochs=1)
+    ran = runs("run", recipe=Recipe(before=killed), resume=True, max_epochs=2)
+    ran.errors(KilledError)
+    assert not (ran.folder / "result.json").exists()
+
+
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_step(runs: Runs) -> None:
     options = {"world": 3, "max_epochs": 2, "warmup_steps": 4, "density": 0.2}
     recipe = {"samples": 6 * BATCH * 3}

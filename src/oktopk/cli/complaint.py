@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 
-def complain(command: str, error: BaseException) -> None:
+def complain(command: str, error: BaseException, who: str = "") -> None:
     if isinstance(error, BrokenPipeError):
         raise error  # nobody listens: main() ends the program
-    print(f"oktopk {command}: error: {sentence(error)}", file=sys.stderr)
+    print(f"oktopk {command}: error: {who}{sentence(error)}", file=sys.stderr)
 
 
 def sentence(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from oktopk.train.launch import STARTED_BY_RANKS, Place, check_world, find_place
 from oktopk.train.origins import Resolved, resolve
 from oktopk.train.run import BAD_INPUT, train
 from oktopk.train.screen import BarHandler
+from oktopk.train.together import is_raised_by_all, raised_by_all
 
 from .complaint import complain
 from .options import add_config, add_option, given
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print the figures at the end as JSON, the log on stderr"
     )
     parser.add_argument("--quiet", action="store_true", help="warnings only")
+    parser.add_argument("--verbose", action="store_true", help="what is of use when something goes wrong")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, item in OPTIONS.items():
         topic = item.metadata["topic"]
@@ -58,28 +60,40 @@ def run(options: argparse.Namespace) -> int:
     place = find_place(os.environ)
     _listen(place, options)
     try:
-        return _run(options, place)
+        return _run(options)
     except (*BAD_INPUT, OkTopkError) as error:
         log.debug("in full:", exc_info=True)
-        if place.rank == 0 or not isinstance(error, BAD_INPUT):
-            complain(NAME, error)
+        if place.rank == 0 or not is_raised_by_all(error):
+            complain(NAME, error, f"rank {place.rank}: " if place.rank else "")
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _run(options: argparse.Namespace, place: Place) -> int:
-    resolved, resume = _resolve(options)
-    ranks = resolved.config.ranks
-    place = find_place(os.environ, resolved.config.nwpernode)
-    if ranks is not None and place.how == "alone":
-        check_world(Place(f"--ranks {ranks}", 0, ranks), resolved.config.nworkers)
+def _run(options: argparse.Namespace) -> int:
+    try:
+        resolved, resume = _resolve(options)
+        place = find_place(os.environ, resolved.config.nwpernode)
+        ranks = _check_ranks(resolved, place, hasattr(options, "ranks"))
+    except ConfigError as error:
+        raised_by_all(error)  # they were all started alike
+        raise
+    if ranks is not None:
         return run_ranks(ranks, [sys.executable, "-m", "oktopk", *options.words])
-    if hasattr(options, "ranks") and place.how != STARTED_BY_RANKS:
-        raise ConfigError(f"--ranks starts ranks by itself, but this is one of {place.world} ranks ({place.how})")
-    check_world(place, resolved.config.nworkers)
     outcome = train(resolved, place, resume)
     if options.json and place.rank == 0:
         print(json.dumps({"folder": str(outcome.folder), **outcome.result}, indent=2))
     return outcome.code
+
+
+def _check_ranks(resolved: Resolved, place: Place, asked: bool) -> int | None:
+    """How many ranks to start; None if this process is one."""
+    ranks = resolved.config.ranks
+    if ranks is not None and place.how == "alone":
+        check_world(Place(f"--ranks {ranks}", 0, ranks), resolved.config.nworkers)
+        return ranks
+    if asked and place.how != STARTED_BY_RANKS:
+        raise ConfigError(f"--ranks starts ranks by itself, but this is one of {place.world} ranks ({place.how})")
+    check_world(place, resolved.config.nworkers)
+    return None
 
 
 def _resolve(options: argparse.Namespace) -> tuple[Resolved, bool]:
@@ -109,7 +123,8 @@ def _listen(place: Place, options: argparse.Namespace) -> None:
     handler.setFormatter(_Plain(prefix))
     logger = logging.getLogger("oktopk")
     logger.handlers = [handler]
-    logger.setLevel(logging.WARNING if options.quiet or place.rank else logging.INFO)
+    shown = logging.WARNING if options.quiet or place.rank else logging.INFO
+    logger.setLevel(logging.DEBUG if options.verbose else shown)
     logger.propagate = False
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from ..errors import Aborted, CommError, CommTimeout
+from ..errors import Aborted, CommError, CommTimeout, OkTopkError
 from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,9 @@ class GroupCommunicator(Communicator):
 
     def fail(self, error: BaseException) -> None:
         """Leave the reason where the others will look, and hang up, so that they look."""
-        self._notices.post(f"rank {self.rank} failed: {''.join(traceback.format_exception(error)).strip()}")
+        clear = isinstance(error, (OkTopkError, OSError))  # others need to see where they come from
+        said = str(error) if clear else "".join(traceback.format_exception(error)).strip()
+        self._notices.post(f"rank {self.rank} failed: {said}")
         self.close()
 
     def close(self) -> None:

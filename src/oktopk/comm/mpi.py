@@ -18,8 +18,8 @@ from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
 
 _SPINS = 50
 _LONGEST_SLEEP = 0.001
-_LAST_WORDS = 0.2
-"""Seconds for mpiexec to pass on what a rank has printed: an abort cuts it off."""
+_LAST_WORDS = 0.5
+"""Seconds for mpiexec to pass on what ranks have printed: an abort cuts it off."""
 
 
 def _abort_on_uncaught(mpi: Any) -> None:
@@ -113,6 +113,9 @@ class MPICommunicator(Communicator):
             atexit.register(self._abort)
 
     def _abort(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(_LAST_WORDS)
         self._mpi.COMM_WORLD.Abort(1)
 
     def _keep(self, request: Any, buffer: object) -> Any:

@@ -67,8 +67,11 @@ class LineFile:
         self._file.truncate(self.size - count)
 
     def write(self, text: str) -> None:
-        self._file.write(text.encode())
-        self._file.flush()
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         self._file.close()

@@ -25,15 +25,16 @@ BUCKET_TAGS = ("local_density", "global_density", "threshold", "residual_norm", 
 
 class TensorBoardSink(Sink):
     """Writes every `every`-th step: tags as volume/sparsity, time/exposed_seconds, bucket 03/threshold;
-    state/sparse_phase goes from 0 to 1 where the sparse phase begins."""
+    state/sparse_phase goes from 0 to 1 where the sparse phase begins. With `first_step`, what the directory has of
+    this step and later ones is not shown any more: a run goes on there."""
 
-    def __init__(self, directory: str | os.PathLike[str], every: int = 1) -> None:
+    def __init__(self, directory: str | os.PathLike[str], every: int = 1, first_step: int | None = None) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
         super().__init__()
         self.every = every
         writer, self._summary = _tensorboard()
-        self._writer = _open(writer, directory)
+        self._writer = _open(writer, directory, first_step)
 
     def _write(self, event: StepEvent) -> None:
         if event.step % self.every:
@@ -71,10 +72,10 @@ def _tensorboard() -> tuple[Any, Any]:
     return SummaryWriter, Summary
 
 
-def _open(writer: Any, directory: str | os.PathLike[str]) -> Any:
+def _open(writer: Any, directory: str | os.PathLike[str], first_step: int | None) -> Any:
     try:
         os.makedirs(directory, exist_ok=True)
-        return writer(os.fspath(directory), max_queue=100, flush_secs=10)
+        return writer(os.fspath(directory), max_queue=100, flush_secs=10, purge_step=first_step)
     except OSError as error:
         message = f"metrics cannot be written here: {error.strerror}"
         raise OSError(error.errno, message, os.fspath(directory)) from error

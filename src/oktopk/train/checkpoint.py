@@ -35,6 +35,7 @@ from .snapshot import (
     reshare,
     write_tensors,
 )
+from .together import raised_by_all
 
 _log = logging.getLogger(__name__)
 _FOLDER = re.compile(r"step-(\d{8,})")
@@ -102,8 +103,10 @@ class Checkpoints:
             if (snapshot := self._try(comm, step)) is not None:
                 return snapshot
             passed_over += 1
-        raise CheckpointError(
-            f"there is no checkpoint in {self.folder} that all ranks can read; {passed_over} were passed over"
+        raise raised_by_all(
+            CheckpointError(
+                f"there is no checkpoint in {self.folder} that all ranks can read; {passed_over} were passed over"
+            )
         )
 
     # Saving.
@@ -182,7 +185,7 @@ class Checkpoints:
             if rank == 0:
                 _log.info(
                     "%s was saved by %d ranks, now there are %d: residuals and buffers are the means over the old "
-                    "ranks, random numbers and the place in the data start afresh",
+                    "ranks, random numbers start afresh",
                     folder, manifest.world, world,
                 )  # fmt: skip
         return manifest, Snapshot(manifest.step, manifest.epoch, shared, own)
@@ -286,5 +289,5 @@ def _together(comm: Communicator, what: str, act: Callable[[], T]) -> list[T]:
     heard = gather_json(comm, {"problem": problem, "result": result}, "checkpoint")
     for rank, said in enumerate(heard):
         if said["problem"] is not None:
-            raise CheckpointError(f"{what}: rank {rank}: {said['problem']}") from failure
+            raise raised_by_all(CheckpointError(f"{what}: rank {rank}: {said['problem']}")) from failure
     return [said["result"] for said in heard]

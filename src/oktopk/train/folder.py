@@ -15,7 +15,8 @@ import csv
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,11 +26,12 @@ from oktopk.metrics import MetricsSink, StepEvent
 from oktopk.sinks import JSONLSink, TensorBoardSink, flat_step
 
 from .config import ConfigError, TrainConfig
-from .data.files import write_atomically
+from .data.files import appearing, write_atomically
 from .figures import StepFigures
 from .origins import Resolved, as_toml
 
 CONFIG, RESULT, CHECKPOINTS = "config.toml", "result.json", "checkpoints"
+METRICS, TIMING = "metrics.jsonl", "timing.csv"
 _FROM_REDUCER = (
     *("select_seconds", "encode_seconds", "exchange_seconds", "decode_seconds", "wait_seconds"),
     *("other_seconds", "hidden_share", "sent_bytes", "received_bytes"),
@@ -50,12 +52,15 @@ def check_unused(folder: Path) -> None:
 
 
 class RunFolder:
-    """Written by rank 0; other ranks have a folder for checkpoints only."""
+    """Written by rank 0; other ranks have a folder for checkpoints only.
+
+    Metrics are opened when it is known at which step the run goes on: what was written of later steps, by a
+    run that ended without saving them, is taken away.
+    """
 
     def __init__(self, path: Path, writes: bool) -> None:
-        self.path = path
+        self.path, self._writes = path, writes
         self.checkpoints = path / CHECKPOINTS
-        self.sinks: list[MetricsSink] = []
         self._lines: JSONLSink | None = None
         self._board: TensorBoardSink | None = None
         self._timing: Timing | None = None
@@ -63,13 +68,20 @@ class RunFolder:
         if writes:
             path.mkdir(parents=True, exist_ok=True)
             self._log = _log_to(path / "train.log")
-            self._lines = JSONLSink(path / "metrics.jsonl")
-            self._board = TensorBoardSink(path)
-            self._timing = Timing(path / "timing.csv")
-            self.sinks = [self._lines, self._board]
+
+    def open_metrics(self, step: int) -> list[MetricsSink]:
+        """From this step on; what the reducer is to tell about its steps."""
+        if not self._writes:
+            return []
+        _rewind_lines(self.path / METRICS, step)
+        _rewind_table(self.path / TIMING, step)
+        self._lines = JSONLSink(self.path / METRICS)
+        self._board = TensorBoardSink(self.path, first_step=step)
+        self._timing = Timing(self.path / TIMING)
+        return [self._lines, self._board]
 
     def write_config(self, resolved: Resolved) -> None:
-        if self._lines is not None:
+        if self._writes:
             write_atomically(self.path / CONFIG, as_toml(resolved).encode())
 
     def step(self, figures: StepFigures, event: StepEvent) -> None:
@@ -89,17 +101,24 @@ class RunFolder:
         self._board.add(step, numbers)
 
     def result(self, row: Mapping[str, Any]) -> None:
-        if self._lines is not None:
+        if self._writes:
             text = json.dumps(_finite(row), indent=2, allow_nan=False) + "\n"
             write_atomically(self.path / RESULT, text.encode())
 
+    def no_result(self) -> None:
+        """The run goes on: what it had come to before is no longer its result."""
+        if self._writes:
+            (self.path / RESULT).unlink(missing_ok=True)
+
     def close(self) -> None:
-        for part in (self._lines, self._board, self._timing):
-            if part is not None:
-                part.close()
-        if self._log is not None:
-            logging.getLogger("oktopk").removeHandler(self._log)
-            self._log.close()
+        """Everything, even if a part of it cannot be closed, on a full disk for one."""
+        with ExitStack() as parts:
+            if self._log is not None:
+                parts.callback(self._log.close)
+                parts.callback(logging.getLogger("oktopk").removeHandler, self._log)
+            for part in (self._lines, self._board, self._timing):
+                if part is not None:
+                    parts.callback(part.close)
 
 
 class Timing:
@@ -107,7 +126,7 @@ class Timing:
 
     def __init__(self, path: Path) -> None:
         own = [item.name for item in fields(StepFigures)]
-        self._names = [*own, *_FROM_REDUCER]
+        self._names, self._path = [*own, *_FROM_REDUCER], path
         fresh = not path.exists() or path.stat().st_size == 0
         self._file = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115 - close() closes it
         self._writer = csv.writer(self._file, lineterminator="\n")
@@ -116,11 +135,46 @@ class Timing:
 
     def write(self, figures: StepFigures, event: StepEvent) -> None:
         known = {**flat_step(event), **asdict(figures)}
-        self._writer.writerow([known[name] for name in self._names])
-        self._file.flush()
+        try:
+            self._writer.writerow([known[name] for name in self._names])
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()
+
+
+def _rewind_lines(path: Path, step: int) -> None:
+    """Without the lines of this step and later ones; those of epochs and validations say how many are done."""
+
+    def stays(line: bytes) -> bool:
+        try:
+            row = json.loads(line)
+            return bool(row["step"] < step + (row["event"] in ("epoch", "validation")))
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    _keep_lines(path, stays)
+
+
+def _rewind_table(path: Path, step: int) -> None:
+    def stays(line: bytes) -> bool:
+        number = line.partition(b",")[0]
+        return number == b"step" or (number.isdigit() and int(number) < step and line.endswith(b"\n"))
+
+    _keep_lines(path, stays)
+
+
+def _keep_lines(path: Path, stays: Callable[[bytes], bool]) -> None:
+    """Rewrite a file without some of its lines; one that has none of them is left as it is."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        if all(map(stays, file)):
+            return
+    with open(path, "rb") as file, appearing(path) as draft, open(draft, "wb") as kept:
+        kept.writelines(line for line in file if stays(line))
 
 
 def _log_to(path: Path) -> logging.FileHandler:

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from oktopk.comm import Communicator, GroupCommunicator, MPICommunicator, alone
 
 from .config import ConfigError
+from .together import is_raised_by_all
 
 log = logging.getLogger(__name__)
 
 _POLL = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE = 60.0
 """Seconds that ranks have to save and end, or to notice that another one has failed."""
 
@@ -109,11 +111,14 @@ def joined(place: Place, timeout: float) -> Iterator[Communicator]:
 
 @contextmanager
 def _told(comm: Communicator) -> Iterator[None]:
-    """An error that ends this rank is told to the others."""
+    """An error that ends this rank alone is told to the others."""
     try:
         yield
     except BaseException as error:
-        comm.fail(error)
+        if is_raised_by_all(error):
+            comm.close()
+        else:
+            comm.fail(error)
         raise
     comm.close()
 
@@ -145,7 +150,7 @@ def _first_host(hosts: str) -> str:
 def run_ranks(count: int, command: Sequence[str]) -> int:
     """Start ranks of this command on this machine, and end with the exit code of the first that failed.
 
-    Ctrl-C and SIGTERM are passed on: ranks then save and end by themselves.
+    Ctrl-C, SIGTERM and the end of the terminal are passed on: ranks then save and end by themselves.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     shared = {
@@ -175,9 +180,10 @@ def _passing_on_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterato
     def pass_on(number: int, _: object) -> None:
         for process in processes:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup wants it
+    before = {number: signal.signal(number, pass_on) for number in heeded}
     try:
         yield
     finally:

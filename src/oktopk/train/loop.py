@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from signal import Signals
 from time import perf_counter
 from typing import Any, TypeVar
@@ -43,6 +44,8 @@ class Progress:
     epoch: int = 0
     in_epoch: int = 0
     step: int = 0
+    summarised: int = 0
+    """So many steps were done at the last summary."""
 
 
 class Trainer:
@@ -75,7 +78,7 @@ class Trainer:
 
     def fit(self) -> Signals | None:
         """Train to the end of the plan. If a signal has ended it before, the run is saved, and it is returned."""
-        self._bar = Bar(self.plan, self.done.step, self._chief)
+        self._bar = Bar(self.done.step, self.to_go, self._chief)
         try:
             while not self.finished and self._ended_by is None:
                 self.train_epoch()
@@ -85,12 +88,18 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        cut_short = self._steps_to_max() == 0 and self.done.in_epoch == 0  # otherwise an epoch is yet to be ended
+        cut_short = self._steps_to_max() == 0 and self.done.summarised == self.done.step
         return self.done.epoch >= self.plan.max_epochs or cut_short
+
+    @property
+    def to_go(self) -> int:
+        """Steps until the end of the run."""
+        left = (self.plan.max_epochs - self.done.epoch) * self.plan.steps_per_epoch - self.done.in_epoch
+        return min(left, self._steps_to_max())
 
     def _steps_to_max(self) -> int:
         most = self.plan.max_steps
-        return self.plan.steps if most is None else max(0, most - self.done.step)
+        return sys.maxsize if most is None else max(0, most - self.done.step)
 
     def train_epoch(self) -> None:
         """From where the epoch stands to its end, or to that of the run."""
@@ -134,13 +143,14 @@ class Trainer:
         self._note(figures, event)
 
     def _set_lr(self) -> float:
-        lr = self._lr_at(self.done.epoch, self.done.step)
+        lr = self._lr_at(self.done.epoch, self.done.in_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
 
-    def _lr_at(self, epoch: int, step: int) -> float:
-        clock = Clock(epoch, step, self.plan.steps_per_epoch, self.plan.steps, self.plan.world)
+    def _lr_at(self, epoch: int, in_epoch: int) -> float:
+        per_epoch = self.plan.steps_per_epoch
+        clock = Clock(epoch, epoch * per_epoch + in_epoch, per_epoch, self.plan.steps, self.plan.world)
         return self.config.workload.schedule(self.config.lr, clock)
 
     def _update(self, figures: StepFigures, event: StepEvent) -> None:
@@ -176,14 +186,21 @@ class Trainer:
     # The end of an epoch.
 
     def end_epoch(self) -> None:
+        """Also of a part that max_steps has cut short; a longer run can go on in the middle of the epoch."""
         epoch = self.done.epoch
-        last = epoch + 1 >= self.plan.max_epochs or self._steps_to_max() == 0
+        cut_short = self.done.in_epoch < self.plan.steps_per_epoch
+        last = cut_short or epoch + 1 >= self.plan.max_epochs or self._steps_to_max() == 0
+        self._buffers.keep()
         self._talk(lambda comm: check_replicas(comm, self.model, f"epoch {epoch}"))
         self._talk(lambda comm: average_buffers(comm, self.model))
         self.summarise(epoch)
         if last or epoch == 0 or (epoch + 1) % self.config.val_every == 0:
             self.validate(epoch)
-        self._next_epoch()
+        self.done.summarised = self.done.step
+        if cut_short:
+            self._buffers.restore()
+        else:
+            self._next_epoch()
         self.save()
 
     def _next_epoch(self) -> None:
@@ -195,10 +212,10 @@ class Trainer:
     def summarise(self, epoch: int) -> None:
         mine = asdict(RankEpoch.of(self.in_epoch.total))
         ranks = [RankEpoch(**said) for said in self._ask(lambda comm: gather_json(comm, mine, "epoch"))]
-        figures = EpochFigures.of(epoch, self._lr_at(epoch, self.done.step - 1), self.in_epoch, ranks)
+        figures = EpochFigures.of(epoch, self._lr_at(epoch, self.done.in_epoch - 1), self.in_epoch, ranks)
         self.folder.record("epoch", self.done.step, asdict(figures))
         if self._chief:
-            say_epoch(figures, self._lr_at(epoch + 1, self.done.step))
+            say_epoch(figures, self._lr_at(epoch + 1, 0))
 
     @torch.no_grad()
     def validate(self, epoch: int) -> None:
@@ -248,6 +265,7 @@ class Trainer:
         found: Snapshot = self._ask(self.checkpoints.load)
         shared, own = found.shared, found.own
         restore(self.task, self.optimizer, shared, own)
+        self._set_options()
         self.done = self._rescaled(Progress(**shared["progress"]), shared["batch"])
         self.validations = list(shared["validations"])
         if own["epoch"] is not None:  # otherwise another number of ranks had saved it
@@ -257,7 +275,15 @@ class Trainer:
         else:
             self.in_run = Phases(shared["run"])
         if self._chief:
-            log.info("going on after step %d, in epoch %d", self.done.step, self.done.epoch)
+            where = f"going on after step {self.done.step}, in epoch {self.done.epoch}"
+            log.info("%s: %d steps to go", where, 0 if self.finished else self.to_go)
+
+    def _set_options(self) -> None:
+        """Those of now, where they differ from those that were saved; the learning rate is set in every step."""
+        for group in self.optimizer.param_groups:
+            for name in ("momentum", "weight_decay"):
+                if name in group:
+                    group[name] = getattr(self.config, name)
 
     @property
     def _lists(self) -> tuple[list[float], ...]:
@@ -273,7 +299,7 @@ class Trainer:
         """With other global batches, the same part of the epoch is behind us."""
         if batch == self._global_batch:
             return done
-        return Progress(done.epoch, done.in_epoch * batch // self._global_batch, done.step)
+        return replace(done, in_epoch=done.in_epoch * batch // self._global_batch)
 
     # The other ranks.
 

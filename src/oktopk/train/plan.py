@@ -74,7 +74,8 @@ class Plan:
         lines = [f"a dense step: {4 * self.parameters:,} bytes of gradient; a rank sends {ring:,.0f} (ring)"]
         if self.algorithm != "dense":
             bound = 6 * k * (self.world - 1) / self.world * 4
-            about = f"; a rank sends {bound:,.0f} at most (6k words)" if self.algorithm == "oktopk" else ""
+            words = f"; a rank sends less than {bound:,.0f} on average (6k words)"
+            about = words if self.algorithm == "oktopk" else ""
             payload = f"{ENTRY_BYTES * k:,} bytes for {k:,} entries"
             lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
         return lines

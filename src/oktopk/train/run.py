@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from oktopk.comm import Communicator, agree, gather_json
 from .checkpoint import Checkpoints
 from .config import ConfigError, TrainConfig
 from .data.problems import DataError
-from .folder import CHECKPOINTS, RunFolder, check_unused, new_name
+from .folder import RunFolder, check_unused, new_name
 from .launch import Place, joined
 from .loop import Trainer
 from .origins import COMMAND_LINE, ENVIRONMENT, Resolved, as_toml
@@ -29,6 +29,7 @@ from .screen import say_start, summary_table
 from .snapshot import CheckpointError, ModelIdentity
 from .stop import Stop
 from .tasks import Share, Source, Task
+from .together import raised_by_all
 from .weights import load_weights
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,13 @@ def train_rank(resolved: Resolved, place: Place, comm: Communicator, stop: Stop,
     plan = _plan(resolved.config, task, place)
     with _writing(comm, folder, resolved) as run_folder:
         if comm.rank == 0:
-            say_start(resolved, place.how, task.data, task.embedded, plan)
+            say_start(resolved, place.how, task, plan)
             _say_without_effect(resolved)
-        return _fit(resolved.config, task, plan, run_folder, comm, stop, resume)
+        return _fit(resolved, task, plan, run_folder, comm, stop, resume)
 
 
 def _fit(
-    config: TrainConfig,
+    resolved: Resolved,
     task: Task[Any],
     plan: Plan,
     folder: RunFolder,
@@ -73,13 +74,20 @@ def _fit(
     stop: Stop,
     resume: bool,
 ) -> Outcome:
+    config = resolved.config
     identity = ModelIdentity.of(config.dnn, task.model)
     checkpoints = Checkpoints(folder.checkpoints, identity, config.keep)
-    with _optimizer(config, task.model, comm, folder) as optimizer:
+    with _optimizer(config, task.model, comm) as optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
         if resume:
             trainer.resume()
+        # without nworkers: a run may go on with another number of ranks
+        folder.write_config(Resolved(replace(config, out=folder.path, nworkers=None), resolved.origins))
+        for sink in folder.open_metrics(trainer.done.step):
+            optimizer.add_sink(sink)
+        if not trainer.finished:
+            folder.no_result()
         ended_by = trainer.fit()
         result = _result(trainer, ended_by is None)
         folder.result(result)
@@ -105,7 +113,7 @@ def _agreed(comm: Communicator, resolved: Resolved) -> Iterator[None]:
     try:
         agree(comm, terms, None if problem is None else str(problem))
     except ValueError as error:
-        raise (problem or ConfigError(str(error))) from error
+        raise raised_by_all(problem or ConfigError(str(error))) from error
 
 
 def _folder(comm: Communicator, config: TrainConfig, resume: bool) -> Path:
@@ -157,19 +165,19 @@ def _writing(comm: Communicator, path: Path, resolved: Resolved) -> Iterator[Run
     """The run's folder, which rank 0 can write to: if it cannot, all ranks end."""
     with _agreed(comm, resolved):
         folder = RunFolder(path, comm.rank == 0)
-        # without nworkers: a run may go on with another number of ranks
-        folder.write_config(Resolved(replace(resolved.config, out=path, nworkers=None), resolved.origins))
-    try:
-        yield folder
-    finally:
-        folder.close()
+    with closing(folder):
+        try:
+            yield folder
+        except Exception:
+            if comm.rank == 0 and list(folder.checkpoints.glob("*/manifest.json")):
+                log.warning("what was saved is not lost: oktopk train --resume %s", path)
+            raise
 
 
-def _optimizer(
-    config: TrainConfig, model: nn.Module, comm: Communicator, folder: RunFolder
-) -> DistributedOptimizer:
+def _optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
+    momentum = {} if config.workload.momentum is None else {"momentum": config.momentum}
     made = config.workload.optimizer(
-        model.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+        model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **momentum
     )
     return DistributedOptimizer(
         made,
@@ -181,7 +189,6 @@ def _optimizer(
         comm=comm,
         backward_passes=config.nsteps_update,
         auto=config.auto,
-        sinks=folder.sinks,
         ramp_steps=config.ramp_steps,
         values=config.values,
         max_skipped=config.max_skipped,
@@ -203,9 +210,16 @@ def _say_without_effect(resolved: Resolved) -> None:
     if config.algorithm != "oktopk":
         idle |= dict.fromkeys(("tau", "tau_prime"), f"{config.algorithm} has no such constant")
     if config.algorithm == "dense":
-        idle |= dict.fromkeys(("density", "ramp_steps", "values"), "the run is dense")
+        names = ("density", "warmup_steps", "ramp_steps", "values", "auto")
+        idle |= dict.fromkeys(names, "the run is dense")
+    if not config.compression:
+        idle["compressor"] = "--compression is False"
     if workload.dataset != "an4":
-        idle["min_seconds"] = "only an4 has utterances"
+        idle |= dict.fromkeys(("min_seconds", "pseudo_accuracy"), f"{workload.dataset} is not speech")
+    if workload.dataset in ("ptb", "text"):
+        idle["augment"] = "words are not changed"
+    if workload.momentum is None:
+        idle["momentum"] = f"the optimizer of {workload.dnn} has its own"
     if not torch.cuda.is_available():
         idle["nwpernode"] = "there is no GPU to choose"
     for name, reason in idle.items():
@@ -233,4 +247,4 @@ def _result(trainer: Trainer, finished: bool) -> dict[str, Any]:
     }
 
 
-__all__ = ["BAD_INPUT", "CHECKPOINTS", "Outcome", "train"]
+__all__ = ["BAD_INPUT", "Outcome", "train", "train_rank"]

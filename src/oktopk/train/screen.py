@@ -15,6 +15,7 @@ from oktopk.metrics import StepEvent
 from .figures import EpochFigures, StepFigures, sent_megabytes
 from .origins import Resolved
 from .plan import Plan
+from .tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +23,10 @@ log = logging.getLogger(__name__)
 class Bar:
     """Progress over all steps; nothing at all when nobody looks."""
 
-    def __init__(self, plan: Plan, done: int, shown: bool) -> None:
+    def __init__(self, done: int, to_go: int, shown: bool) -> None:
         # None: only on a terminal
         self._bar = tqdm(
-            total=plan.steps, initial=done, unit="step", disable=None if shown else True, dynamic_ncols=True
+            total=done + to_go, initial=done, unit="step", disable=None if shown else True, dynamic_ncols=True
         )
 
     def update(self, figures: StepFigures, event: StepEvent, loss: float | None) -> None:
@@ -53,15 +54,14 @@ class BarHandler(logging.Handler):
             self.handleError(record)
 
 
-def say_start(resolved: Resolved, how: str, data: str, embedded: bool, plan: Plan) -> None:
+def say_start(resolved: Resolved, how: str, task: Task[Any], plan: Plan) -> None:
     config = resolved.config
     ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''} ({how})"
     compression = "dense" if plan.algorithm == "dense" else f"{plan.algorithm} at density {plan.density:g}"
     log.info("training %s on %s, %s, %s", config.dnn, config.dataset, compression, ranks)
-    if embedded:
-        log.info("data: %s; real data comes with --data-dir", data)
-    else:
-        log.info("data: %s", data)
+    log.info("data: %s%s", task.data, "; real data comes with --data-dir" if task.embedded else "")
+    if task.problems:
+        log.warning("%d samples of the data cannot be used, and are left out", len(task.problems))
     for line in resolved.lines():
         log.info("options by %s", line)
     log.info("plan: %s", plan.sentence())

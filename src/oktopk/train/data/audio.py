@@ -25,6 +25,8 @@ class SoundInfo:
     frames: int
     rate: int
     channels: int
+    integers: bool
+    """Samples are whole numbers; others may be infinite, or none at all."""
 
     @property
     def seconds(self) -> float:
@@ -38,7 +40,7 @@ def inspect(path: Path) -> SoundInfo:
         head = soundfile.info(str(path))
     except (soundfile.SoundFileError, OSError) as error:
         raise DataError(f"{path}: {_why_unreadable(path, error)}") from error
-    info = SoundInfo(head.frames, head.samplerate, head.channels)
+    info = SoundInfo(head.frames, head.samplerate, head.channels, head.subtype.startswith("PCM_"))
     if info.rate != SAMPLE_RATE:
         raise DataError(f"{path}: {info.rate} Hz instead of {SAMPLE_RATE}; convert it first")
     if info.channels != 1:

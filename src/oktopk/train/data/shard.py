@@ -26,6 +26,16 @@ def steps_per_epoch(samples: int, world: int, batch: int, nsteps: int = 1) -> in
     return samples // (world * batch * nsteps)
 
 
+def check_share(world: int, rank: int, seed: int, **counts: int) -> None:
+    for name, value in {"world": world, **counts}.items():
+        if value < 1:
+            raise DataError(f"{name} must be at least 1, got {value}")
+    if not 0 <= rank < world:
+        raise DataError(f"rank must be in 0 … {world - 1}, got {rank}")
+    if seed < 0:
+        raise DataError(f"seed must not be negative, got {seed}")
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Batches for training. Ranks never overlap, and all of them go through the same global batches.
@@ -49,13 +59,7 @@ class Sharding:
     lengths: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("samples", "world", "batch", "nsteps"):
-            if getattr(self, name) < 1:
-                raise DataError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.rank < self.world:
-            raise DataError(f"rank must be in 0 … {self.world - 1}, got {self.rank}")
-        if self.seed < 0:
-            raise DataError(f"seed must not be negative, got {self.seed}")
+        check_share(self.world, self.rank, self.seed, samples=self.samples, batch=self.batch, nsteps=self.nsteps)
         if self.lengths is not None and len(self.lengths) != self.samples:
             raise DataError(f"{len(self.lengths)} lengths for {self.samples} samples")
         if self.steps == 0:

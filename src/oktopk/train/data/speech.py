@@ -52,16 +52,6 @@ class SpeechBatch:
     target_lengths: Tensor  # [batch]
     texts: tuple[str, ...]
 
-    def pin_memory(self) -> SpeechBatch:
-        """For a DataLoader that feeds a GPU."""
-        return SpeechBatch(
-            self.features.pin_memory(),
-            self.lengths.pin_memory(),
-            self.targets.pin_memory(),
-            self.target_lengths.pin_memory(),
-            self.texts,
-        )
-
 
 class SpeechDataset(Dataset[SpeechItem]):
     """Recordings, read when they are asked for. What augmentation does to one depends on the seed, the epoch and
@@ -81,8 +71,7 @@ class SpeechDataset(Dataset[SpeechItem]):
         self.problems = tuple(problems)
         self.augment = augment
         self.seed = seed
-        self._epoch = torch.zeros((), dtype=torch.int64)
-        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # living loader processes see it change
+        self._epoch = 0
 
     @classmethod
     def from_manifest(
@@ -95,12 +84,16 @@ class SpeechDataset(Dataset[SpeechItem]):
         for said in manifest.utterances:
             try:
                 labels.encode(said.text, str(said.transcript))
-                seconds = audio.inspect(said.sound).seconds
+                info = audio.inspect(said.sound)
+                if not info.integers:  # only those can be believed without a look at every sample
+                    audio.read_sound(said.sound)
             except DataError as error:
                 problems.append(Problem(str(path), str(error), said.line))
             else:
                 text = labels.normalise(said.text)
-                recordings.append(Recording(str(said.sound), text, seconds, partial(audio.read_sound, said.sound)))
+                recordings.append(
+                    Recording(str(said.sound), text, info.seconds, partial(audio.read_sound, said.sound))
+                )
         if not recordings:
             raise DataError(f"{path}: no usable utterances\n{listing(problems)}")
         if problems:
@@ -127,7 +120,7 @@ class SpeechDataset(Dataset[SpeechItem]):
         return [recording.seconds for recording in self.recordings]
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch.fill_(epoch)
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return len(self.recordings)
@@ -141,7 +134,7 @@ class SpeechDataset(Dataset[SpeechItem]):
         return SpeechItem(features(sound, recording.name), targets, recording.text)
 
     def _generator(self, index: int) -> torch.Generator:
-        words = np.random.SeedSequence([self.seed, int(self._epoch), index]).generate_state(1, np.uint64)
+        words = np.random.SeedSequence([self.seed, self._epoch, index]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(words[0]) >> 1)
 
 

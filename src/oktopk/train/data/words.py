@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .problems import DataError
 from .prose import embedded_prose
+from .shard import check_share
 
 END, UNKNOWN = "<eos>", "<unk>"
 LIMIT = 10_000
@@ -140,13 +141,7 @@ class Columns:
     window: int = WINDOW
 
     def __post_init__(self) -> None:
-        for name in ("world", "batch", "nsteps", "window"):
-            if getattr(self, name) < 1:
-                raise DataError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.rank < self.world:
-            raise DataError(f"rank must be in 0 … {self.world - 1}, got {self.rank}")
-        if self.seed < 0:
-            raise DataError(f"seed must not be negative, got {self.seed}")
+        check_share(self.world, self.rank, self.seed, batch=self.batch, nsteps=self.nsteps, window=self.window)
         if self.steps == 0:
             raise DataError(
                 f"{len(self.text)} words do not fill one step of {self.world} ranks × batch {self.batch} × "

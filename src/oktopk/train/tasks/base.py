@@ -116,8 +116,9 @@ class Workload:
     schedule: Callable[[float, Clock], float]
     """The learning rate of a step, from the one that was asked for."""
     optimizer: Callable[..., Optimizer]
-    """Called with the parameters and lr, momentum and weight_decay."""
-    momentum: float = 0.9
+    """Called with the parameters, lr, weight_decay and, if it has one, momentum."""
+    momentum: float | None = 0.9
+    """None for an optimizer that has none."""
     weight_decay: float = 1e-4
     clip: float | None = None
     """The largest norm of the averaged gradient."""

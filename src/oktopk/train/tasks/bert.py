@@ -91,11 +91,6 @@ class MaskedSentences(Task[PairBatch]):
         return next(self.model.parameters()).device
 
 
-def adamw(parameters: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.01) -> AdamW:
-    """AdamW has two momenta of its own; the argument is there because every optimizer here is called with it."""
-    return AdamW(parameters, lr=lr, weight_decay=weight_decay)
-
-
 def _workload(dnn: str, factory: Callable[[int], nn.Module]) -> Workload:
     return Workload(
         dnn=dnn,
@@ -104,8 +99,8 @@ def _workload(dnn: str, factory: Callable[[int], nn.Module]) -> Workload:
         batch_size=8,
         max_epochs=3,
         schedule=linear(0.1),
-        optimizer=adamw,
-        momentum=0.0,
+        optimizer=AdamW,
+        momentum=None,
         weight_decay=0.01,
         clip=1.0,
     )

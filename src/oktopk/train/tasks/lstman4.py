@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +21,9 @@ from ..data.manifest import TRAIN_MANIFEST, VAL_MANIFEST
 from ..data.problems import DataError, Problem, listing
 from ..data.shard import Sharding, validation_batches
 from ..data.speech import Recording, SpeechBatch, SpeechDataset, collate
-from ..models import MODELS
-from ..models.lstman4 import SpeechLSTM
+from ..models.lstman4 import SpeechLSTM, lstman4, lstman4_small
 from .base import Share, Source, Tally, Task, Workload
-from .schedules import Schedule, annealed
+from .schedules import annealed
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class Speech(Task[SpeechBatch]):
             heard = transcripts(log_probabilities, steps)
             tally.add(loss=float(loss), samples=len(heard), **errors(batch.texts, heard))
             pairs += [f'said "{said}", heard "{text}"' for said, text in zip(batch.texts, heard, strict=True)]
-        tally.shown = pairs[len(pairs) // 2 :: max(1, len(pairs) // 2 - 1)][:SHOWN]  # neither of the shortest
+        middle, longest = pairs[len(pairs) // 2 :][:1], pairs[::-1]
+        tally.shown = [*dict.fromkeys([*middle, *longest])][:SHOWN]
         return tally
 
     def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -166,22 +167,21 @@ def _steps(model: SpeechLSTM, seconds: float) -> int:
     return int(model.output_lengths(torch.tensor(frames)))
 
 
-def _workload(name: str, batch_size: int, max_epochs: int, schedule: Schedule, clip: float) -> Workload:
-    dnn: Callable[[], SpeechLSTM] = MODELS[name]  # type: ignore[assignment]
+def _workload(name: str, network: Callable[[], SpeechLSTM], **rest: Any) -> Workload:
     return Workload(
         dnn=name,
         dataset="an4",
-        build=lambda source, share: speech(dnn, source, share),
-        batch_size=batch_size,
-        max_epochs=max_epochs,
-        schedule=schedule,
+        build=lambda source, share: speech(network, source, share),
         optimizer=SGD,
-        clip=clip,
+        **rest,
     )
 
 
 WORKLOADS = (
-    _workload("lstman4", batch_size=2, max_epochs=161, schedule=annealed(1.01), clip=400.0),
-    # Short runs end with small steps, so that what is compared has come to rest.
-    _workload("lstman4-small", batch_size=4, max_epochs=18, schedule=annealed(1.01, 16), clip=40.0),
-)
+    _workload("lstman4", lstman4, batch_size=2, max_epochs=161, schedule=annealed(1.01), clip=400.0),
+    # Runs are short, and end with small steps, so that what is compared has come to rest.
+    _workload(
+        *("lstman4-small", lstman4_small),
+        batch_size=4, max_epochs=18, schedule=annealed(1.01, last_share=1 / 9), clip=40.0,
+    ),
+)  # fmt: skip

@@ -9,15 +9,19 @@ from .base import Clock
 Schedule = Callable[[float, Clock], float]
 
 
-def annealed(divisor: float, *tenths: int) -> Schedule:
-    """Divided by the same number after every epoch, and by ten from each of these epochs on.
+def annealed(divisor: float, last_share: float = 0.0) -> Schedule:
+    """Divided by the same number after every epoch, and in the last share of all steps by ten.
 
     >>> clock = Clock(epoch=5, step=70, steps_per_epoch=14, total_steps=140, world=8)
     >>> round(annealed(1.01)(0.01, clock), 6)
     0.009515
     """
-    tenth = tenth_at(*tenths)
-    return lambda lr, clock: tenth(lr, clock) / divisor**clock.epoch
+
+    def schedule(lr: float, clock: Clock) -> float:
+        last = last_share > 0 and clock.step >= round((1.0 - last_share) * clock.total_steps)
+        return lr / divisor**clock.epoch / (10.0 if last else 1.0)
+
+    return schedule
 
 
 def tenth_at(*epochs: int, warmup_epochs: int = 0) -> Schedule:
