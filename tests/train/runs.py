@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,6 @@ from oktopk.train.tasks import WORKLOADS, Share, Tally, Task, Workload
 from oktopk.train.tasks.schedules import annealed
 
 INPUTS, HIDDEN, BATCH, VALIDATED = 8, 12, 4, 10
-_ONE_AT_A_TIME = threading.Lock()
 _BY_CLOCK = re.compile("_seconds$|hidden_share|per_second|memory_bytes|slowest|(sent|received)_bytes")
 
 
@@ -116,12 +114,13 @@ class Regression(Task[Batch]):
 
 
 def built(recipe: Recipe, share: Share) -> Regression:
-    """Processes have each a random generator of their own, which the run has seeded; threads share one."""
-    if share.world == 1:
-        return Regression(recipe, share)
-    with _ONE_AT_A_TIME:
-        torch.manual_seed(share.seed)
-        return Regression(recipe, share)
+    """Weights do not come from torch's generator, which threads share: another rank may just have seeded it."""
+    task = Regression(recipe, share)
+    generator = torch.Generator().manual_seed(share.seed)
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    return task
 
 
 class WatchedSGD(SGD):

@@ -119,7 +119,7 @@ def test_every_shipped_config_can_be_used() -> None:
         assert resolve({}, {}, name).config.lr > 0
 
 
-CLIPS = {"lstman4": 400.0, "lstman4-small": 40.0, "lstm": 0.25, "vgg16": None, "resnet20": None, "alexnet": None}
+CLIPS = {"lstman4": 400.0, "lstman4-small": 400.0, "lstm": 0.25, "vgg16": None, "resnet20": None, "alexnet": None}
 LIKE_LSTMAN4 = ("lstman4", "vgg16", "resnet20", "resnet56", "resnet110", "resnet50", "alexnet")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from oktopk.train.data.audio import write_samples
 from oktopk.train.data.augment import Augment
@@ -93,23 +92,6 @@ def test_validation_hears_what_was_recorded(corpus: Corpus) -> None:
     data = SpeechDataset.embedded("val", corpus=corpus)
     sound = torch.from_numpy(corpus.val[0].samples.astype(np.float32) / 32768)
     assert torch.equal(data[0].features, features(sound))
-
-
-def test_living_loader_processes_hear_of_a_new_epoch(corpus: Corpus) -> None:
-    data = SpeechDataset.embedded("train", Augment(), 3, corpus)
-    loader = DataLoader(
-        data,
-        batch_sampler=[[0, 1], [2, 3]],
-        collate_fn=collate,
-        num_workers=1,
-        persistent_workers=True,
-        multiprocessing_context="fork",
-        timeout=60,
-    )
-    for epoch in (0, 1):
-        data.set_epoch(epoch)
-        for batch, indices in zip(loader, [[0, 1], [2, 3]], strict=True):
-            assert torch.equal(batch.features, collate([data[i] for i in indices]).features)
 
 
 def test_shards_of_a_data_set_make_batches(corpus: Corpus) -> None:

@@ -182,6 +182,6 @@ WORKLOADS = (
     # Runs are short, and end with small steps, so that what is compared has come to rest.
     _workload(
         *("lstman4-small", lstman4_small),
-        batch_size=4, max_epochs=18, schedule=annealed(1.01, last_share=1 / 9), clip=40.0,
+        batch_size=4, max_epochs=18, schedule=annealed(1.01, last_share=1 / 9), clip=400.0,
     ),
 )  # fmt: skip
