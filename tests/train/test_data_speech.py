@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from oktopk.train.data.audio import write_samples
@@ -118,6 +119,22 @@ def test_bad_recordings_are_listed_and_the_rest_is_kept(
     assert sorted(problem.line or 0 for problem in data.problems) == [1, 2, 3]
     for words in ("text instead of sound", f"{names[1]}.txt: unknown characters '5'", "No such file"):
         assert words in caplog.text
+
+
+def test_samples_that_are_no_numbers_are_found_before_training(tmp_path: Path, corpus: Corpus) -> None:
+    """The head of a file of floats does not tell: it would end the run in the middle of an epoch."""
+    path = write(corpus, tmp_path)
+    broken = tmp_path / "wav" / f"{corpus.train[4].name}.wav"
+    sound = corpus.train[4].samples / 32768.0
+    sound[100] = np.nan
+    soundfile.write(broken, sound, 16_000, subtype="FLOAT")
+    data = SpeechDataset.from_manifest(path)
+    assert (len(data), [problem.line for problem in data.problems]) == (11, [5])
+    assert data.unreadable() == []
+    soundfile.write(broken, np.zeros(10), 16_000)
+    whole = SpeechDataset.from_manifest(path)
+    broken.unlink()
+    assert [problem.where for problem in whole.unreadable()] == [str(broken)]
 
 
 def test_no_usable_recording_is_an_error(tmp_path: Path, corpus: Corpus) -> None:

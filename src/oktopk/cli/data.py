@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -131,15 +132,20 @@ def _say_repair(manifest: Path, done: Repair) -> None:
 def _check(options: argparse.Namespace) -> int:
     manifests = [options.folder / name for name in (TRAIN_MANIFEST, VAL_MANIFEST)]
     splits = {path: SpeechDataset.from_manifest(path) for path in manifests}
-    problems = [problem for data in splits.values() for problem in data.problems]
+    unreadable = {path: data.unreadable() for path, data in splits.items()}
+    usable = {path: len(data) - len(unreadable[path]) for path, data in splits.items()}
+    problems = [problem for path, data in splits.items() for problem in (*data.problems, *unreadable[path])]
     if options.json:
         rows = [
-            {"manifest": path, "usable": len(data), "seconds": sum(data.seconds)} for path, data in splits.items()
+            {"manifest": path, "usable": usable[path], "seconds": sum(data.seconds)}
+            for path, data in splits.items()
         ]
         _print_json({"manifests": rows, "problems": [asdict(problem) for problem in problems]})
         return int(bool(problems))
     for path, data in splits.items():
-        print(f"{path}: {len(data)} usable utterances, {sum(data.seconds):.0f} seconds")
+        print(f"{path}: {usable[path]} usable utterances, {sum(data.seconds):.0f} seconds")
+    for problem in (problem for found in unreadable.values() for problem in found):
+        print(problem, file=sys.stderr)
     print(f"{len(problems)} cannot be used" if problems else "all of it can be used")
     return int(bool(problems))
 

@@ -119,6 +119,16 @@ class SpeechDataset(Dataset[SpeechItem]):
         """The lengths to sort batches by."""
         return [recording.seconds for recording in self.recordings]
 
+    def unreadable(self) -> list[Problem]:
+        """Recordings whose head promises what the rest does not hold: every one of them is read."""
+        found = []
+        for recording in self.recordings:
+            try:
+                recording.load()
+            except DataError as error:
+                found.append(Problem(recording.name, str(error)))
+        return found
+
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
