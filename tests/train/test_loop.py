@@ -226,3 +226,12 @@ def test_12_too_many_in_a_row_are_an_error_that_says_where(runs: Runs, warmup: i
     for said in ran.errors(NonFiniteError):
         assert "3 steps in a row" in said
         assert f"step 6: {where}: 3.bias" in said
+
+
+def test_13_momentum_correction_gives_dense_steps_the_same_momentum(runs: Runs) -> None:
+    """In a dense step it does not matter on which side of the sum the momentum is."""
+    options = {"max_epochs": 1, "warmup_steps": 100, "momentum": 0.9, "weight_decay": 0.0}
+    after = runs("after", world=3, recipe=Recipe(samples=6 * 3 * BATCH), **options)
+    before = runs("before", world=3, recipe=Recipe(samples=6 * 3 * BATCH), momentum_correction=True, **options)
+    assert before.trainers[0].optimizer.param_groups[0]["momentum"] == 0.0
+    torch.testing.assert_close(parameters(after.trainers[0]), parameters(before.trainers[0]))

@@ -108,6 +108,12 @@ class TrainConfig:
     compressor: str = option("oktopk", one_of(ALGORITHMS), SEND, f"the algorithm: {', '.join(ALGORITHMS)}")
     density: float = option(0.01, number(above=0, up_to=1), SEND, "share of the gradient that a rank sends")
     warmup_steps: int = option(128, whole(0), SEND, "dense steps before the sparse ones")
+    momentum_correction: bool = option(
+        False,
+        switch,
+        SEND,
+        "momentum is put on before compression, not after averaging",
+    )
     ramp_steps: int = option(0, whole(0), SEND, "sparse steps that come down from a density of 25 %%")
     tau: int | None = option(None, whole(1), SEND, "steps between new regions (oktopk)")
     tau_prime: int | None = option(None, whole(1), SEND, "steps between exact thresholds (oktopk)")
@@ -129,6 +135,11 @@ class TrainConfig:
     @property
     def workload(self) -> Workload:
         return WORKLOADS[self.dnn]
+
+    @property
+    def momentum_after(self) -> float:
+        """Of the optimizer; with momentum correction the reducer has it."""
+        return 0.0 if self.momentum_correction else self.momentum or 0.0
 
     @property
     def algorithm(self) -> str:

@@ -280,10 +280,9 @@ class Trainer:
 
     def _set_options(self) -> None:
         """Those of now, where they differ from those that were saved; the learning rate is set in every step."""
+        options = {"momentum": self.config.momentum_after, "weight_decay": self.config.weight_decay}
         for group in self.optimizer.param_groups:
-            for name in ("momentum", "weight_decay"):
-                if name in group:
-                    group[name] = getattr(self.config, name)
+            group |= {name: value for name, value in options.items() if name in group}
 
     @property
     def _lists(self) -> tuple[list[float], ...]:

@@ -175,7 +175,7 @@ def _writing(comm: Communicator, path: Path, resolved: Resolved) -> Iterator[Run
 
 
 def _optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
-    momentum = {} if config.workload.momentum is None else {"momentum": config.momentum}
+    momentum = {} if config.workload.momentum is None else {"momentum": config.momentum_after}
     made = config.workload.optimizer(
         model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **momentum
     )
@@ -190,6 +190,7 @@ def _optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> Dis
         backward_passes=config.nsteps_update,
         auto=config.auto,
         ramp_steps=config.ramp_steps,
+        momentum=(config.momentum or 0.0) if config.momentum_correction else 0.0,
         values=config.values,
         max_skipped=config.max_skipped,
     )
@@ -219,7 +220,8 @@ def _say_without_effect(resolved: Resolved) -> None:
     if workload.dataset in ("ptb", "text"):
         idle["augment"] = "words are not changed"
     if workload.momentum is None:
-        idle["momentum"] = f"the optimizer of {workload.dnn} has its own"
+        own = f"the optimizer of {workload.dnn} has its own"
+        idle |= dict.fromkeys(("momentum", "momentum_correction"), own)
     if not torch.cuda.is_available():
         idle["nwpernode"] = "there is no GPU to choose"
     for name, reason in idle.items():
