@@ -9,19 +9,14 @@ from .base import Clock
 Schedule = Callable[[float, Clock], float]
 
 
-def annealed(divisor: float, last_share: float = 0.0) -> Schedule:
-    """Divided by the same number after every epoch, and in the last share of all steps by ten.
+def annealed(divisor: float) -> Schedule:
+    """Divided by the same number after every epoch.
 
     >>> clock = Clock(epoch=5, step=70, steps_per_epoch=14, total_steps=140, world=8)
     >>> round(annealed(1.01)(0.01, clock), 6)
     0.009515
     """
-
-    def schedule(lr: float, clock: Clock) -> float:
-        last = last_share > 0 and clock.step >= round((1.0 - last_share) * clock.total_steps)
-        return lr / divisor**clock.epoch / (10.0 if last else 1.0)
-
-    return schedule
+    return lambda lr, clock: lr / divisor**clock.epoch
 
 
 def tenth_at(*epochs: int, warmup_epochs: int = 0) -> Schedule:
