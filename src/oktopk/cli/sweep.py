@@ -26,6 +26,7 @@ from oktopk.train.launch import find_place
 from oktopk.train.origins import resolve
 
 from .complaint import complain
+from .options import given
 from .train import add_arguments as add_train_arguments
 
 NAME, HELP = "sweep", "train by several algorithms, densities and seeds, and compare"
@@ -86,11 +87,11 @@ def _check(options: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser(prog="oktopk sweep … --", allow_abbrev=False, add_help=False)
     add_train_arguments(parser)
     said = parser.parse_args(options.options)
-    given = {name: getattr(said, name) for name in OPTIONS if hasattr(said, name)}
+    chosen = given(said)
     for name in (*OURS, "resume", "json"):
-        if name in given or (name not in OPTIONS and getattr(said, name)):
+        if name in chosen or (name not in OPTIONS and getattr(said, name)):
             raise ConfigError(f"--{name} after --: the sweep sets it for each run; see oktopk sweep --help")
-    resolved = resolve(given | ({"ranks": options.ranks} if options.ranks else {}), os.environ, said.config)
+    resolved = resolve(chosen | ({"ranks": options.ranks} if options.ranks else {}), os.environ, said.config)
     if not resolved.config.compression:
         origin = resolved.origins["compression"]
         raise ConfigError(f"compression is False ({origin}), and all runs would be dense: take it out")

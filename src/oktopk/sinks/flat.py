@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..metrics import ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
@@ -13,7 +14,7 @@ Row = dict[str, Value]
 
 
 def flat_step(event: StepEvent) -> Row:
-    return _finite(
+    row: Row = finite(
         {
             "event": "step",
             "step": event.step,
@@ -26,10 +27,11 @@ def flat_step(event: StepEvent) -> Row:
             "culprits": "; ".join(event.culprits),
         }
     )
+    return row
 
 
 def flat_reduction(event: ReductionEvent) -> Row:
-    return _finite(
+    row: Row = finite(
         {
             "event": "reduction",
             "step": event.step,
@@ -42,6 +44,7 @@ def flat_reduction(event: ReductionEvent) -> Row:
             "exact": event.exact,
         }
     )
+    return row
 
 
 def _shared(event: StepEvent | ReductionEvent) -> Row:
@@ -79,11 +82,13 @@ def _shared(event: StepEvent | ReductionEvent) -> Row:
     }
 
 
-def _finite(row: Row) -> Row:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+def finite(value: Any) -> Any:
+    """The value, with None for every number in it that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(part) for name, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list) else value
 
 
 _NOTHING: dict[str, Any] = {"skipped": False, "start": 0.0, "stop": 0.0}

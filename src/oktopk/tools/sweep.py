@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import logging
-import os
 import signal
 import statistics
 import subprocess
@@ -19,6 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from oktopk.files import write_atomically
+from oktopk.signals import ask_to_end, passing_on
 
 DENSE = "dense"
 CONFIG, RESULT = "config.toml", "result.json"
@@ -84,10 +86,11 @@ def do_all(
     from their turn. A signal ends the present run, which saves itself, and the sweep; it is returned.
     """
     outcomes = [_found(run, folder / run.name) for run in runs]
-    with _Child() as child:
+    children: list[subprocess.Popen[bytes]] = []
+    with passing_on(children) as came:
         for index, run in enumerate(runs):
             note(outcomes)
-            if child.signal is not None:
+            if came:
                 break
             place = f"{index + 1} of {len(runs)}: {run}"
             if outcomes[index].status in (FINISHED, FAILED):
@@ -95,10 +98,10 @@ def do_all(
                 continue
             log.info("%s", place)
             path = folder / run.name
-            code = child.run([*command, *_arguments(run, path), *options])
-            outcomes[index] = _judged(_found(run, path), code, child.signal is not None)
+            code = _done([*command, *_arguments(run, path), *options], children, came)
+            outcomes[index] = _judged(_found(run, path), code, stopped=bool(came))
     note(outcomes)
-    return outcomes, child.signal
+    return outcomes, came[-1] if came else None
 
 
 def _arguments(run: Run, path: Path) -> list[str]:
@@ -131,45 +134,12 @@ def _judged(found: Outcome, code: int, stopped: bool) -> Outcome:
     return replace(found, status=FAILED, problem=problem)
 
 
-class _Child:
-    """Runs commands, and passes signals on to the one that runs: it then saves itself and ends."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Child:
-        caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
-            caught.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._note) for number in caught}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def run(self, command: Sequence[str]) -> int:
-        """Its log goes to stderr: on stdout there is nothing but the table.
-
-        A group of its own, so that a Ctrl-C reaches it once, through us: a second one would not let it save.
-        """
-        self._process = subprocess.Popen(command, stdout=2, start_new_session=True)
-        if self.signal is not None:  # it came while the process was being started
-            self._pass_on(self.signal)
-        try:
-            return self._process.wait()
-        finally:
-            self._process = None
-
-    def _note(self, number: int, _: object) -> None:
-        self.signal = signal.Signals(number)
-        self._pass_on(self.signal)
-
-    def _pass_on(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            self._process.send_signal(signal.SIGTERM if number is signal.SIGHUP else number)
+def _done(command: Sequence[str], children: list[subprocess.Popen[bytes]], came: Sequence[signal.Signals]) -> int:
+    """The code that the command ends with. Its log goes to stderr: on stdout there is nothing but the table."""
+    children[:] = [subprocess.Popen(command, stdout=2, start_new_session=True)]
+    for number in came:  # while the process was being started
+        ask_to_end(children[0], number)
+    return children[0].wait()
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
@@ -237,11 +207,8 @@ def write(folder: Path, content: dict[str, Any]) -> None:
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(content["runs"])
-    folder.mkdir(parents=True, exist_ok=True)
     for name, whole in ((CSV, text.getvalue()), (JSON, json.dumps(content, indent=2) + "\n")):
-        draft = folder / f".{name}.{os.getpid()}"
-        draft.write_text(whole, encoding="utf-8")
-        os.replace(draft, folder / name)
+        write_atomically(folder / name, whole.encode())
 
 
 def options_before(folder: Path) -> list[str] | None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from oktopk.comm import Communicator, gather_json
+from oktopk.files import sync_folder
 
-from .data.files import sync_folder
 from .snapshot import (
     MANIFEST,
     CheckpointError,

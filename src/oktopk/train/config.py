@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,3 @@ def parse(name: str, value: Any, origin: str) -> Any:
         reason = str(error)
         said = reason if reason.startswith(("a ", "one of", "True")) else f"of type {wanted.__name__}"
         raise ConfigError(f"{name} must be {said}, got {value!r} ({origin})") from error
-
-
-def default(name: str) -> Any:
-    value = OPTIONS[name].default
-    assert value is not MISSING
-    return value

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from oktopk.metrics import StepEvent
-
 _KIB = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, KiB elsewhere
 
 
@@ -190,7 +188,3 @@ class EpochFigures:
             slowest_ratio=compute[slowest] / mean if mean else 1.0,
             phases=phases.rows(),
         )
-
-
-def sent_megabytes(event: StepEvent) -> float:
-    return event.wire.sent_bytes / 1e6

@@ -14,7 +14,6 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
@@ -22,11 +21,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from oktopk.metrics import MetricsSink, StepEvent
-from oktopk.sinks import JSONLSink, TensorBoardSink, flat_step
+from oktopk.files import appearing, write_atomically
+from oktopk.metrics import MetricsSink
+from oktopk.sinks import JSONLSink, TensorBoardSink
+from oktopk.sinks.flat import Row, finite
 
 from .config import ConfigError, TrainConfig
-from .data.files import appearing, write_atomically
 from .figures import StepFigures
 from .origins import Resolved, as_toml
 
@@ -84,7 +84,8 @@ class RunFolder:
         if self._writes:
             write_atomically(self.path / CONFIG, as_toml(resolved).encode())
 
-    def step(self, figures: StepFigures, event: StepEvent) -> None:
+    def step(self, figures: StepFigures, event: Row) -> None:
+        """`event` is what the reducer says of the step, by flat_step."""
         if self._lines is None or self._board is None or self._timing is None:
             return
         row = {name: value for name, value in asdict(figures).items() if name != "step"}
@@ -95,14 +96,14 @@ class RunFolder:
         """A line of metrics.jsonl, and its numbers as curves "kind/name"."""
         if self._lines is None or self._board is None:
             return
-        clean = {name: _finite(value) for name, value in row.items()}
+        clean = {name: finite(value) for name, value in row.items()}
         self._lines.add(kind, step, clean)
         numbers = {f"{kind}/{name}": x for name, x in clean.items() if isinstance(x, (int, float))}
         self._board.add(step, numbers)
 
     def result(self, row: Mapping[str, Any]) -> None:
         if self._writes:
-            text = json.dumps(_finite(row), indent=2, allow_nan=False) + "\n"
+            text = json.dumps(finite(row), indent=2, allow_nan=False) + "\n"
             write_atomically(self.path / RESULT, text.encode())
 
     def no_result(self) -> None:
@@ -133,8 +134,8 @@ class Timing:
         if fresh:
             self._writer.writerow(self._names)
 
-    def write(self, figures: StepFigures, event: StepEvent) -> None:
-        known = {**flat_step(event), **asdict(figures)}
+    def write(self, figures: StepFigures, event: Row) -> None:
+        known = {**event, **asdict(figures)}
         try:
             self._writer.writerow([known[name] for name in self._names])
             self._file.flush()
@@ -182,14 +183,3 @@ def _log_to(path: Path) -> logging.FileHandler:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("oktopk").addHandler(handler)
     return handler
-
-
-def _finite(value: Any) -> Any:
-    """None for a number that is not one: it has no place in JSON."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return value

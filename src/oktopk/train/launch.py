@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from oktopk.comm import Communicator, GroupCommunicator, MPICommunicator, alone
+from oktopk.signals import passing_on
 
 from .config import ConfigError
 from .together import is_raised_by_all
@@ -24,7 +24,6 @@ from .together import is_raised_by_all
 log = logging.getLogger(__name__)
 
 _POLL = 0.05
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE = 60.0
 """Seconds that ranks have to save and end, or to notice that another one has failed."""
 
@@ -126,7 +125,12 @@ def _told(comm: Communicator) -> Iterator[None]:
 def _share_cores(place: Place) -> None:
     """Ranks of one machine share its cores; by default each would take all of them."""
     if "OMP_NUM_THREADS" not in os.environ and place.local_world > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world))
+        torch.set_num_threads(_threads(place.local_world))
+
+
+def _threads(ranks: int) -> int:
+    """Of each of the ranks of this machine."""
+    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def _rendezvous_of_slurm(place: Place) -> dict[str, str]:
@@ -161,34 +165,17 @@ def run_ranks(count: int, command: Sequence[str]) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks find the store above, and none opens another one
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(count))),
     }
     processes: list[subprocess.Popen[bytes]] = []
-    with _passing_on_signals(processes):
+    with passing_on(processes):
         try:
             for rank in range(count):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                # a group of its own, so that a Ctrl-C reaches a rank once: through us
                 processes.append(subprocess.Popen(command, env={**shared, **own}, start_new_session=True))
             return _first_failure(processes)
         finally:
             _end(processes)
-
-
-@contextmanager
-def _passing_on_signals(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    def pass_on(number: int, _: object) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
-    heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup wants it
-    before = {number: signal.signal(number, pass_on) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:

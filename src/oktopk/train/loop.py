@@ -107,8 +107,7 @@ class Trainer:
         batches = prefetched(self.task.batches(self.done.epoch, self.done.in_epoch))
         try:
             for _ in range(min(self.plan.steps_per_epoch - self.done.in_epoch, self._steps_to_max())):
-                self.train_step(batches)
-                if self._stop_asked():
+                if self.train_step(batches):
                     self._ended_by = self.stop.signal or Signals.SIGTERM
                     return self.save()
                 if self.config.save_every and self.done.step % self.config.save_every == 0:
@@ -118,7 +117,8 @@ class Trainer:
         self.end_epoch()
         return None
 
-    def train_step(self, batches: Iterator[Any]) -> None:
+    def train_step(self, batches: Iterator[Any]) -> bool:
+        """Whether a rank has been asked to stop."""
         figures = StepFigures(self.done.step, self.done.epoch, self._set_lr())
         start = perf_counter()
         self._buffers.keep()
@@ -138,9 +138,10 @@ class Trainer:
         with figures.spent_on("update"):
             self._update(figures, event)
         with figures.spent_on("exposed"):
-            self._share(figures, total, samples)
+            stop_asked = self._share(figures, total, samples)
         figures.step_seconds = perf_counter() - start
         self._note(figures, event)
+        return stop_asked
 
     def _set_lr(self) -> float:
         lr = self._lr_at(self.done.epoch, self.done.in_epoch)
@@ -161,16 +162,14 @@ class Trainer:
             figures.gradient_norm = float(clip_grad_norm_(self.model.parameters(), self.config.clip))
         self.optimizer.step()
 
-    def _share(self, figures: StepFigures, total: float, samples: int) -> None:
+    def _share(self, figures: StepFigures, total: float, samples: int) -> bool:
         """The loss over all ranks, and whether one of them was asked to stop: all end after the same step."""
         finite = math.isfinite(total)
         said = torch.tensor([total if finite else 0.0, samples if finite else 0, self.stop.signal is not None])
         self._talk(lambda comm: comm.all_reduce_(said, "loss", control=True))
-        loss, count, self._asked = said.tolist()
+        loss, count, asked = said.tolist()
         figures.loss, figures.samples = loss / count if count else None, round(count)
-
-    def _stop_asked(self) -> bool:
-        return bool(self._asked)
+        return bool(asked)
 
     def _note(self, figures: StepFigures, event: StepEvent) -> None:
         row = flat_step(event)
@@ -178,8 +177,8 @@ class Trainer:
             say_transition(figures, self.plan)
         self.in_epoch.add(figures, row)
         self.in_run.add(figures, row)
-        self.folder.step(figures, event)
-        self._bar.update(figures, event, self.in_epoch.total.mean_loss)
+        self.folder.step(figures, row)
+        self._bar.update(figures, event, self.in_epoch)
         self.done.step += 1
         self.done.in_epoch += 1
 
@@ -252,7 +251,6 @@ class Trainer:
         }
         own |= {
             "epoch": self.in_epoch.state_dict(),
-            "run": self.in_run.state_dict(),
             "lists": [list(entries) for entries in self._lists],
         }
         return Snapshot(self.done.step, self.done.epoch, shared, own)
@@ -268,12 +266,11 @@ class Trainer:
         self._set_options()
         self.done = self._rescaled(Progress(**shared["progress"]), shared["batch"])
         self.validations = list(shared["validations"])
+        self.in_run = Phases(shared["run"])
         if own["epoch"] is not None:  # otherwise another number of ranks had saved it
-            self.in_epoch, self.in_run = Phases(own["epoch"]), Phases(own["run"])
+            self.in_epoch = Phases(own["epoch"])
             for entries, saved in zip(self._lists, own["lists"], strict=True):
                 entries[:] = saved
-        else:
-            self.in_run = Phases(shared["run"])
         if self._chief:
             where = f"going on after step {self.done.step}, in epoch {self.done.epoch}"
             log.info("%s: %d steps to go", where, 0 if self.finished else self.to_go)

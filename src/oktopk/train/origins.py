@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from .config import FROM_WORKLOAD, OPTIONS, ConfigError, TrainConfig, default, parse
+from .config import FROM_WORKLOAD, OPTIONS, ConfigError, TrainConfig, parse
 from .tasks import WORKLOADS
 
 if sys.version_info >= (3, 11):
@@ -51,7 +51,7 @@ def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: st
             if name not in values:
                 values[name] = parse(name, value, _named(origin, name))
                 origins[name] = _named(origin, name)
-    values.setdefault("dnn", default("dnn"))
+    values.setdefault("dnn", TrainConfig.dnn)
     workload = WORKLOADS[values["dnn"]]
     for name in FROM_WORKLOAD:
         if values.get(name) is None and getattr(workload, name) is not None:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from oktopk.metrics import StepEvent
 
-from .figures import EpochFigures, StepFigures, sent_megabytes
+from .figures import EpochFigures, Phases, StepFigures
 from .origins import Resolved
 from .plan import Plan
 from .tasks import Task
@@ -29,12 +29,15 @@ class Bar:
             total=done + to_go, initial=done, unit="step", disable=None if shown else True, dynamic_ncols=True
         )
 
-    def update(self, figures: StepFigures, event: StepEvent, loss: float | None) -> None:
+    def update(self, figures: StepFigures, event: StepEvent, epoch: Phases) -> None:
+        if self._bar.disable:
+            return
+        loss = epoch.total.mean_loss
         self._bar.set_description(f"epoch {figures.epoch}", refresh=False)
         known = {} if loss is None else {"loss": f"{loss:.4g}"}
         density = f"{100 * event.local_density:.3g}%"
         self._bar.set_postfix(
-            {**known, "density": density, "MB/step": f"{sent_megabytes(event):.3g}"}, refresh=False
+            {**known, "density": density, "MB/step": f"{event.wire.sent_bytes / 1e6:.3g}"}, refresh=False
         )
         self._bar.update()
 

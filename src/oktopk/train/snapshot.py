@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from oktopk.checkpoint import redistribute
 from oktopk.errors import OkTopkError
-
-from .data.files import appearing, sync_folder
+from oktopk.files import appearing, sync_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"

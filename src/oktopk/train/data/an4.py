@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from oktopk.files import appearing
+
 from . import labels
 from .audio import SAMPLE_RATE, read_samples, write_samples
-from .files import appearing
 from .manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
 from .problems import DataError, Problem, listing
 

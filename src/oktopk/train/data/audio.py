@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .files import appearing
+from oktopk.files import appearing
+
 from .problems import DataError
 
 SAMPLE_RATE = 16_000

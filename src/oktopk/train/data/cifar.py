@@ -16,7 +16,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import write_atomically
+from oktopk.files import write_atomically
+
 from .images import ENDINGS, pixels_of, read_rgb
 from .pictures import Pictures, Scale
 from .problems import DataError, Problem, listing

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import keep_copy, write_atomically
+from oktopk.files import keep_copy, write_atomically
+
 from .problems import DataError, Problem, listing
 
 TRAIN_MANIFEST = "an4_train_manifest.csv"

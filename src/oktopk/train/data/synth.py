@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from oktopk.files import write_atomically
+
 from .audio import SAMPLE_RATE
-from .files import write_atomically
 from .phrases import phrase
 from .problems import DataError
 
