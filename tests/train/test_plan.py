@@ -78,3 +78,15 @@ def test_item_1_bytes_of_a_step() -> None:
     assert "density 0.01: 2,205,568 bytes for 275,696 entries" in sparse
     assert "less than 5,789,616 on average" in sparse
     assert len(plan(algorithm="dense").volume()) == 1
+
+
+def test_one_rank_alone_has_no_bound_to_keep() -> None:
+    dense, sparse = plan(world=1).volume()
+    assert dense == "a dense step: 110,278,272 bytes of gradient; one rank alone sends nothing"
+    assert sparse == "a sparse step at density 0.01: 2,205,568 bytes for 275,696 entries"
+
+
+def test_a_ramp_is_told() -> None:
+    told = "the density comes down from 0.25 over the first 50 sparse steps"
+    assert plan(ramp_steps=50).volume()[-1] == told
+    assert told not in plan(ramp_steps=50, density=0.3).volume() + plan(ramp_steps=50, algorithm="dense").volume()

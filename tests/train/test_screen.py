@@ -105,7 +105,7 @@ def test_the_gpus_memory_is_shown_where_there_is_one(caplog: pytest.LogCaptureFi
 
 
 def test_10_the_transition_names_step_epoch_and_density(caplog: pytest.LogCaptureFixture) -> None:
-    say_transition(StepFigures(128, 9, 0.01, "sparse"), Plan(14, 10, None, 128, "oktopk", 0.01, 1000, 8))
+    say_transition(StepFigures(128, 9, 0.01, "sparse"), Plan(14, 10, None, 128, "oktopk", 0.01, 1000, 8), 0.009999)
     assert caplog.messages == ["step 128 (epoch 9): the sparse phase begins, oktopk at density 0.01"]
 
 

@@ -174,7 +174,7 @@ class Trainer:
     def _note(self, figures: StepFigures, event: StepEvent) -> None:
         row = flat_step(event)
         if self._chief and event.phase == SPARSE and SPARSE not in self.in_run.sums:
-            say_transition(figures, self.plan)
+            say_transition(figures, self.plan, event.target_density)
         self.in_epoch.add(figures, row)
         self.in_run.add(figures, row)
         self.folder.step(figures, row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oktopk.metrics import ENTRY_BYTES
+from oktopk.schedule import RAMP_FROM
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Plan:
     density: float
     parameters: int
     world: int
+    ramp_steps: int = 0
 
     @property
     def steps(self) -> int:
@@ -71,11 +73,16 @@ class Plan:
         """Bytes of a step, dense and sparse: the payload by its formula, and what a rank sends, as expected."""
         k = max(1, round(self.density * self.parameters))
         ring = 2 * (self.world - 1) / self.world * 4 * self.parameters
-        lines = [f"a dense step: {4 * self.parameters:,} bytes of gradient; a rank sends {ring:,.0f} (ring)"]
+        sent = f"a rank sends {ring:,.0f} (ring)" if self.world > 1 else "one rank alone sends nothing"
+        lines = [f"a dense step: {4 * self.parameters:,} bytes of gradient; {sent}"]
         if self.algorithm != "dense":
             bound = 6 * k * (self.world - 1) / self.world * 4
-            words = f"; a rank sends less than {bound:,.0f} on average (6k words)"
-            about = words if self.algorithm == "oktopk" else ""
+            bounded = self.algorithm == "oktopk" and self.world > 1
+            about = f"; a rank sends less than {bound:,.0f} on average (6k words)" if bounded else ""
             payload = f"{ENTRY_BYTES * k:,} bytes for {k:,} entries"
             lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
+            if self.ramp_steps and self.density < RAMP_FROM:
+                lines.append(
+                    f"the density comes down from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps"
+                )
         return lines

@@ -157,6 +157,7 @@ def _plan(config: TrainConfig, task: Task[Any], place: Place) -> Plan:
         density=config.density,
         parameters=sum(parameter.numel() for parameter in task.model.parameters()),
         world=place.world,
+        ramp_steps=config.ramp_steps,
     )
 
 

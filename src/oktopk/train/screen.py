@@ -75,10 +75,10 @@ def say_start(resolved: Resolved, how: str, task: Task[Any], plan: Plan) -> None
         log.warning("%s", warning)
 
 
-def say_transition(figures: StepFigures, plan: Plan) -> None:
+def say_transition(figures: StepFigures, plan: Plan, density: float) -> None:
     log.info(
-        "step %d (epoch %d): the sparse phase begins, %s at density %g",
-        *(figures.step, figures.epoch, plan.algorithm, plan.density),
+        "step %d (epoch %d): the sparse phase begins, %s at density %.3g",
+        *(figures.step, figures.epoch, plan.algorithm, density),
     )
 
 

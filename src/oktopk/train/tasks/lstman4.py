@@ -182,6 +182,6 @@ WORKLOADS = (
     # Runs are short, and come to rest slowly: entries of a sparse run wait about a hundred steps for their turn.
     _workload(
         *("lstman4-small", lstman4_small),
-        batch_size=4, max_epochs=18, schedule=annealed(1.12), clip=400.0,
+        batch_size=2, max_epochs=16, schedule=annealed(1.12), clip=400.0,
     ),
 )  # fmt: skip
