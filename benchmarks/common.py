@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from oktopk.tools.tables import table
+
 
 class Gradients:
     """Heavy-tailed gradients that drift: layers of log-normal scale, a mean that all ranks share, own noise.
@@ -66,17 +68,6 @@ def side_by_side(
         for name, run in runs.items():
             times[name].append(seconds(run, 1, before))
     return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def arguments(description: str, name: str) -> argparse.ArgumentParser:

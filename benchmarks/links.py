@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import arguments, table, write_json
+from common import arguments, write_json
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from oktopk.sinks import MemorySink
 from oktopk.tools.lab import Lab
+from oktopk.tools.tables import table
 
 WIDTH, LAYERS, BATCH = 512, 10, 256
 CONTENDERS = {

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Aborted, CommError, CommTimeout
-from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
+from ..traffic import Operation
+from .base import DEFAULT_TIMEOUT, Communicator, trim
 
 T = TypeVar("T")
 _FAREWELL = 5.0
