@@ -10,10 +10,11 @@ import time
 from dataclasses import dataclass
 
 import torch
-from common import Gradients, arguments, write_json
+from common import arguments, write_json
 
 import oktopk
 from oktopk.algorithms import OkTopk
+from oktopk.tools.bench.gradients import Gradients
 from oktopk.tools.tables import table
 
 

@@ -10,9 +10,10 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-from common import Gradients, arguments, write_json
+from common import arguments, write_json
 
 import oktopk
+from oktopk.tools.bench.gradients import Gradients
 from oktopk.tools.tables import table
 
 
