@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from oktopk import __version__
 
-from . import data, jobscript, sweep, train
+from . import data, doctor, jobscript, sweep, train
 
-COMMANDS = (train, sweep, data, jobscript)
+COMMANDS = (train, sweep, doctor, data, jobscript)
 """A command is a module with NAME, HELP, add_arguments(parser) and run(options), which returns the exit code."""
 
 

@@ -1,0 +1,96 @@
+"""Does compression pay here? A dense sum against real sparse steps, timed on this world's communicator."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.collective import sparse_allreduce
+from oktopk.comm import Communicator, gather_json
+from oktopk.tools.bench.gradients import Gradients
+from oktopk.traffic import total
+
+PHASE = "doctor"
+DENSE = "dense"
+WAYS = ((DENSE, "fp32"), ("oktopk", "fp32"), ("oktopk", "fp16"), ("topka", "fp32"), ("topka", "fp16"))
+"""Algorithm, and values on the wire."""
+PROBE, LARGEST = 1 << 18, 1 << 24
+WARM, REPEATS = 3, 5
+"""Steps before the ones that count: the first compile kernels and evaluate thresholds over all entries."""
+BUDGET = 20.0
+"""Seconds that all of it may take, about: what takes longer is measured on a part, and scaled."""
+
+
+def ways(comm: Communicator, params: int, density: float, budget: float = BUDGET) -> dict[str, Any]:
+    """Seconds and bytes of a step by each way, the same on all ranks; scaled from `entries` to the asked size."""
+    probe = min(params, PROBE)
+    first = _timed(comm, probe, density, repeats=1)
+    entries = affordable(params, sum(way["seconds"] for way in first) / probe, budget)
+    measured = _timed(comm, entries, density, REPEATS)
+    scale = params / entries
+    return {
+        "entries": entries,
+        "ways": [{**way, **{name: scale * way[name] for name in ("seconds", "sent_bytes")}} for way in measured],
+    }
+
+
+def affordable(params: int, seconds_per_entry: float, budget: float) -> int:
+    """How many of the entries can be measured within the budget."""
+    steps = WARM + REPEATS
+    return min(params, LARGEST, max(PROBE, int(budget / (steps * max(seconds_per_entry, 1e-12)))))
+
+
+def _timed(comm: Communicator, size: int, density: float, repeats: int) -> list[dict[str, Any]]:
+    """The ways take turns, so that what disturbs the machine disturbs all of them; the slowest rank counts."""
+    gradients = Gradients(size, comm.rank)
+    steps = [_stepper(comm, size, density, algorithm, values) for algorithm, values in WAYS]
+    taken: list[list[float]] = [[] for _ in WAYS]
+    sent = [0] * len(WAYS)
+    for number in range(WARM + repeats):
+        for way, step in enumerate(steps):
+            buffer = gradients.at(number)
+            comm.all_gather_ints([number], PHASE)  # nobody begins before the others are there
+            start = time.perf_counter()
+            sent[way] = step(buffer, number)
+            taken[way].append(time.perf_counter() - start)
+    medians = [statistics.median(times[WARM:]) for times in taken]
+    told = gather_json(comm, {"seconds": medians, "sent_bytes": sent}, PHASE)
+    return [
+        {"algorithm": algorithm, "values": values, **{name: _largest(told, name, way) for name in told[0]}}
+        for way, (algorithm, values) in enumerate(WAYS)
+    ]
+
+
+def _largest(told: Sequence[dict[str, list[float]]], name: str, way: int) -> float:
+    return max(rank[name][way] for rank in told)
+
+
+def _stepper(
+    comm: Communicator, size: int, density: float, algorithm: str, values: str
+) -> Callable[[Tensor, int], int]:
+    """A step that makes the buffer the mean over ranks; it tells the bytes that this rank sent."""
+    if algorithm == DENSE:
+
+        def dense(buffer: Tensor, number: int) -> int:
+            buffer.div_(comm.world)
+            comm.all_reduce_(buffer, PHASE)
+            return 2 * 4 * size * (comm.world - 1) // comm.world  # those of a ring
+
+        return dense
+    residual, state = torch.zeros(size), None
+
+    def sparse(buffer: Tensor, number: int) -> int:
+        nonlocal state
+        _, info = sparse_allreduce(
+            *(buffer, density, algorithm, residual, comm),
+            values=values, out=buffer, state=state, step=number,
+        )  # fmt: skip
+        state = info.state
+        return total(info.traffic).sent_bytes
+
+    return sparse
