@@ -35,7 +35,7 @@ from oktopk.tools.doctor import (
     exit_code,
     judged,
     rendered,
-)  # fmt: skip
+)
 from oktopk.train.config import ConfigError, TrainConfig
 from oktopk.train.launch import STARTED_BY_RANKS, Place, find_place, joined, run_ranks
 from oktopk.train.origins import DEFAULT, Resolved, resolve
@@ -125,7 +125,7 @@ def _examine(options: argparse.Namespace, resolved: Resolved, place: Place) -> i
         return 128 + signal.SIGINT
     except Exception as error:  # whatever keeps ranks from coming together is a finding
         if code is None:
-            apart = f"they did not come together: {sentence(error)}"
+            apart = f"they did not come together: {sentence(error).splitlines()[0]}"
             code = _tell(examine_alone(asked, apart, data), place, options.json)
     return code
 

@@ -1,4 +1,5 @@
-"""The checks of a world. Each looks at facts and gives one finding; a new one is a function and a line in CHECKS."""
+"""The checks of a world: each looks at facts and gives one finding. A new one is a function here and a line in
+CHECKS."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ def versions(world: World) -> Finding:
 
 def same_versions(world: World) -> Finding:
     """Ranks with other versions may compute other bits, or speak another protocol."""
+    if world.apart:
+        return world.apart
     told, level, differences = world.of("versions"), OK, []
     for name in told[0]:
         found: dict[str, list[int]] = defaultdict(list)
@@ -85,7 +88,8 @@ def world_size(world: World) -> Finding:
         advice = f"start {asked.nworkers} by torchrun or mpirun, or by --ranks {asked.nworkers}; or leave it out"
         return Finding(PROBLEM, f"--nworkers is {asked.nworkers}, but there {_are(world.size)}", advice)
     if asked.started != world.size:
-        return Finding(PROBLEM, f"{asked.started} processes were started, but there {_are(world.size)}")
+        found = f"{asked.started} processes were started, but there {_are(world.size)}"
+        return Finding(PROBLEM, found, "see what is said of MPI")
     return Finding(OK, found)
 
 
@@ -111,7 +115,10 @@ def threads(world: World) -> Finding:
     if lines:
         return Finding(WARNING, "\n".join(lines), advice)
     each = " or ".join(sorted({str(own["threads"]) for own in told}))
-    return Finding(OK, f"{each} for each rank, which has {len(told[0]['cores'])} cores; hosts: {', '.join(hosts)}")
+    return Finding(
+        OK,
+        f"{each} for each rank, which has {len(told[0]['cores'])} cores; {len(hosts)} host{'s' * (len(hosts) > 1)}",
+    )
 
 
 def kernels(world: World) -> Finding:

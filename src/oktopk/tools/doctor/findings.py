@@ -54,6 +54,13 @@ class World:
     def size(self) -> int:
         return len(self.facts)
 
+    @property
+    def apart(self) -> Finding | None:
+        """What there is to say of several ranks when they do not know each other."""
+        if self.asked.started <= self.size:
+            return None
+        return Finding(WARNING, "not known, because the ranks have not come together")
+
     def of(self, topic: str) -> list[Any]:
         """What each rank has to say about it."""
         for rank, facts in enumerate(self.facts):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from oktopk.choice import GAIN
-
-from .findings import OK, WARNING, Finding, Unknown, World
+from .findings import OK, WARNING, Finding, World
 from .pays import DENSE
 
+PAYS = 1.1
+"""Times faster that a sparse step must be: less is within what two measurements differ by."""
 SLOW = 4.0
 """A link that is so many times slower than others of its kind is a warning."""
 
 
 def link_speed(world: World) -> Finding:
     """Links within the host of rank 0, and those to other hosts."""
+    if world.apart:
+        return world.apart
     if world.size == 1:
         return Finding(OK, "there is one rank: nothing to talk to", "--ranks 2 starts two ranks of this machine")
     hosts = [own["host"] for own in world.of("threads")]
@@ -52,11 +54,11 @@ def _slow(links: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def whether_it_pays(world: World) -> Finding:
     asked = world.asked
+    if world.apart:
+        return world.apart
     if asked.params is None:
         return Finding(OK, "not measured", "--params 25M or --dnn NAME measures whether it pays here")
     if world.size == 1:
-        if asked.started > 1:
-            raise Unknown("not measured: the ranks did not come together")
         again = f"torchrun --nproc-per-node 2 -m oktopk doctor --params {asked.params}, or add --ranks 2"
         return Finding(OK, "one rank has nothing to send, so there is nothing to compress", again)
     result = world.result("ways")
@@ -64,23 +66,21 @@ def whether_it_pays(world: World) -> Finding:
     best = min(sparse, key=lambda way: way["seconds"])
     lines = [
         *_scaled(asked.params, result["entries"]),
-        *(_line(way, dense, asked.density) for way in result["ways"]),
+        *(_line(way, dense) for way in result["ways"]),
     ]
-    if best["seconds"] < GAIN * dense["seconds"]:
-        gain = dense["seconds"] / best["seconds"]
+    gain = dense["seconds"] / best["seconds"]
+    if gain >= PAYS:
         head = f"pays: a dense step takes about {_ms(dense)}, {_name(best)} at {asked.density:.3g} {_ms(best)}"
         return Finding(OK, "\n".join([f"{head}, {gain:.1f} times faster", *lines]), _settings(world, best))
     head = f"does not pay here: a dense step takes about {_ms(dense)}, {_name(best)} {_ms(best)}"
-    return Finding(
-        WARNING, "\n".join([head, *lines]), "leave auto on (auto=True, --auto): it goes dense by itself"
-    )
+    return Finding(WARNING, "\n".join([head, *lines]), "leave auto on (auto=True, --auto): it goes dense then")
 
 
 def _scaled(params: int, entries: int) -> list[str]:
     return [f"measured on {entries:,} of {params:,} entries, and scaled"] if entries < params else []
 
 
-def _line(way: dict[str, Any], dense: dict[str, Any], density: float) -> str:
+def _line(way: dict[str, Any], dense: dict[str, Any]) -> str:
     sent = f"{way['sent_bytes'] / 1e6:.3g} MB sent by a rank"
     return f"  {_name(way):<12}  {_ms(way):>9}  {dense['seconds'] / way['seconds']:5.2f} x  {sent}"
 
