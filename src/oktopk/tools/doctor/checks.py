@@ -10,9 +10,11 @@ from .speed import link_speed, whether_it_pays
 
 USES = {"mpi": "mpirun", "train": "oktopk train", "report": "pictures and reports"}
 MUST_AGREE = ("python", "torch", "oktopk")
-MEMORY_OF_A_CHECKPOINT = 4 * 3
+CHECKPOINT_BYTES = 4 * 3
 """Bytes for each parameter: weights, momentum, and the residual of a rank."""
 LITTLE_SPACE = 1 << 30
+OPEN_MPI = "Open MPI"
+"""Has an ABI of its own; MPICH, Intel MPI, Cray MPICH and MVAPICH share one."""
 
 
 def versions(world: World) -> Finding:
@@ -67,7 +69,7 @@ def mpi(world: World) -> Finding:
         return Finding(OK, "mpi4py is not installed", "only mpirun needs it: pip install 'oktopk[mpi]'")
     abi = f", ABI {own['abi']}" if own["abi"] else ""
     library = f"mpi4py {own['mpi4py']} with {own['library']}{abi}"
-    if own["built_for"].split()[0].lower().replace(" ", "") not in own["library"].lower().replace(" ", ""):
+    if (OPEN_MPI in own["built_for"]) != (OPEN_MPI in own["library"]):
         advice = "install mpi4py for the library that is there, or oktopk[mpi], which brings both"
         return Finding(PROBLEM, f"{library}, but built for {own['built_for']}", advice)
     if own["size"] is not None and own["size"] != world.asked.started:
@@ -80,7 +82,7 @@ def mpi(world: World) -> Finding:
 
 
 def world_size(world: World) -> Finding:
-    asked, found = world.asked, f"{world.size} rank{'s' * (world.size > 1)} ({world.asked.how})"
+    asked = world.asked
     if world.broken is not None:
         advice = "start all of them, let them reach each other (host, port, firewall), or give them more --timeout"
         return Finding(PROBLEM, f"{asked.started} ranks ({asked.how}), but {world.broken}", advice)
@@ -90,11 +92,15 @@ def world_size(world: World) -> Finding:
     if asked.started != world.size:
         found = f"{asked.started} processes were started, but there {_are(world.size)}"
         return Finding(PROBLEM, found, "see what is said of MPI")
-    return Finding(OK, found)
+    return Finding(OK, f"{_number(world.size, 'rank')} ({asked.how})")
 
 
 def _are(count: int) -> str:
-    return "is 1 rank" if count == 1 else f"are {count} ranks"
+    return f"{'is' if count == 1 else 'are'} {_number(count, 'rank')}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def threads(world: World) -> Finding:
@@ -108,17 +114,14 @@ def threads(world: World) -> Finding:
         cores = len({core for rank in here for core in told[rank]["cores"]})
         used = sum(told[rank]["threads"] for rank in here)
         if used > cores:
-            count = f"{len(here)} rank{'s' * (len(here) > 1)} with {used} threads on {cores} cores of {host}"
-            lines.append(count)
+            lines.append(f"{_number(len(here), 'rank')} with {used} threads on {cores} cores of {host}")
             wanted = max(1, cores // len(here))
             advice = f"set OMP_NUM_THREADS={wanted}" if used > len(here) else "fewer ranks: they compute in turns"
     if lines:
         return Finding(WARNING, "\n".join(lines), advice)
     each = " or ".join(sorted({str(own["threads"]) for own in told}))
-    return Finding(
-        OK,
-        f"{each} for each rank, which has {len(told[0]['cores'])} cores; {len(hosts)} host{'s' * (len(hosts) > 1)}",
-    )
+    cores = len(told[0]["cores"])
+    return Finding(OK, f"{each} for each rank, which has {cores} cores; {_number(len(hosts), 'host')}")
 
 
 def kernels(world: World) -> Finding:
@@ -156,7 +159,7 @@ def output(world: World) -> Finding:
     free = min(own["free_bytes"] for own in told)
     need = LITTLE_SPACE
     if asked.params is not None:
-        need = 3 * asked.params * (MEMORY_OF_A_CHECKPOINT + 4 * (world.size - 1))  # --keep is 3
+        need = 3 * asked.params * (CHECKPOINT_BYTES + 4 * (world.size - 1))  # --keep is 3
     text = f"{told[0]['folder']} can be written to, {free / 2**30:.1f} GiB free"
     if free < need:
         return Finding(WARNING, f"{text}; three checkpoints take {need / 2**30:.1f}", "make room, or --keep 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from .findings import OK, WARNING, Finding, World
+from .findings import OK, WARNING, Finding, World, ranks
 from .pays import DENSE
 
 PAYS = 1.1
@@ -29,7 +29,7 @@ def link_speed(world: World) -> Finding:
     slow = [link["peer"] for links in (near, far) for link in _slow(links)]
     found = "\n".join(lines)
     if slow:
-        return Finding(WARNING, f"{found}\nmuch slower than others: rank 0 with {slow}", "look at these links")
+        return Finding(WARNING, f"{found}\nmuch slower than the others: to {ranks(slow)}", "look at these links")
     return Finding(OK, found)
 
 
