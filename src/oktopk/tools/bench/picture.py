@@ -44,6 +44,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         _panel(panel, [record for record in records if record["link"] == link])
         panel.set_title(_title(link))
     figure.suptitle(_headline(records[0]))
+    figure.supxlabel("beside a bar: median · how many times as fast as ddp · sent per rank and step", fontsize=8)
     with appearing(path) as draft:
         figure.savefig(draft, dpi=150, format=path.suffix.lstrip("."))
 
@@ -69,6 +70,7 @@ def _panel(panel: Axes, records: Sequence[Record]) -> None:
     if BACKWARD in names:
         panel.axvline(milliseconds[names.index(BACKWARD)], color=_FLOOR, linestyle="--", linewidth=1)
     panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
     left, right = panel.get_xlim()
     panel.set_xlim(min(left, min(milliseconds) / 2), max(right, max(milliseconds) * _ROOM))
     panel.set_xlabel("ms per step (logarithmic)")
@@ -84,6 +86,8 @@ def _color(name: str) -> str:
 def _label(record: Record) -> str:
     """The time, how much faster that is than DDP, and what was sent."""
     parts = [f"{1e3 * record['median_step_seconds']:,.0f} ms"]
+    if record["name"] == BACKWARD:
+        return parts[0]
     if record["ddp_over_it"] is not None:
         parts.append(f"{record['ddp_over_it']:.3g}×")
     if record["sent_bytes"] is not None:
