@@ -22,7 +22,7 @@ DENSITY = 0.05
 
 
 def replayed(algorithm: Algorithm, world: int, factor: float = 1.0, size: int = 20_000):
-    found = record(algorithm, world, Gradients(size, 0), DENSITY, skipped=3, steady=1)
+    found = record(algorithm, world, Gradients(size, 0), DENSITY, skipped=2, steady=1)
     return replay(found.steady[0], Scale(factor), NETWORK, Prices())
 
 
@@ -35,7 +35,8 @@ def test_bytes_and_messages_are_what_the_meter_counts(name, world):
     def metered(comm):
         meter = Metered(comm)
         reducing = Reducing(meter, find_algorithm(name), own_gradients(drawn, comm.rank), DENSITY)
-        for step in range(steps):
+        reducing.age(8)
+        for step in range(8, 8 + steps):
             meter.take()
             reducing.prepare(step)
             reducing.reduce(step)
@@ -131,10 +132,8 @@ def test_the_recorded_tensor_is_never_larger_than_asked_and_fits_the_memory():
 
 
 def test_exact_steps_have_their_share():
-    algorithm, costs = (
-        OkTopk(tau_prime=4),
-        Costs(1, 1, {"oktopk": Step(5.0, 0.0)}, {"oktopk": Step(1.0, 0.0)}, Prices()),
-    )
+    algorithm = OkTopk(tau_prime=4)
+    costs = Costs(1, 1, {"oktopk": Step(5.0, 0.0)}, {"oktopk": Step(1.0, 0.0)}, Prices())
     found = record(algorithm, 2, Gradients(1000, 0), 0.1, skipped=2, steady=1)
     one = price(algorithm, found, Question([2], ["oktopk"], 1000, 0.1, Network(0.0, math.inf)), costs)
     assert one.exact_seconds == pytest.approx(5000)

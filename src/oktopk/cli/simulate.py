@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def _simulate(options: argparse.Namespace, question: tool.Question, ranks_per_co
     link = tool.GIVEN
     if options.calibrate:
         network, link = _calibrate(options.calibrate)
-        question = tool.Question(question.ranks, question.algorithms, question.size, question.density, network)
+        question = replace(question, network=network)
     with Progress(len(question.ranks) * len(question.algorithms)) as progress:
         progress.say("measuring what work costs on this machine")
         costs = tool.measure(question.algorithms, question.size, question.density, ranks_per_core)

@@ -112,8 +112,8 @@ def _time_steps(name: str, gradients: Gradients, density: float) -> tuple[tuple[
         reducing.reduce(step, watch)
         whole, before = time.perf_counter() - start, watch.seconds("select")
         taken.append((before, whole - before))
-    before, after = zip(*taken[_SKIPPED:], strict=True)
-    return taken[0], (_middle(before), _middle(after))
+    later = taken[_SKIPPED:]
+    return taken[0], (_middle(before for before, _ in later), _middle(after for _, after in later))
 
 
 def _time_coding(work: torch.Tensor, density: float) -> dict[str, float]:

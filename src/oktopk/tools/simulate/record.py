@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from oktopk.accumulator import Accumulator
-from oktopk.algorithms import Algorithm, Dense, Reduction
+from oktopk.algorithms import Algorithm, Dense, Reduction, TopkA
 from oktopk.channel import Channel
-from oktopk.comm import Communicator, run_threads
+from oktopk.comm import Communicator, alone, run_threads
 from oktopk.reducer import reduce_step
 from oktopk.selection import target_count
 from oktopk.stopwatch import Stopwatch
@@ -23,18 +23,29 @@ from .trace import Recorded, Trace
 
 _TIMEOUT = 1200.0
 """Seconds that a rank may wait for a message: all others may have to work, one by one, before it comes."""
+_AGE = 8
 
 
 class Reducing:
     """One rank that reduces gradients step by step, as a lane of the library does."""
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, gradients: Gradients, density: float) -> None:
-        self.comm, self.algorithm, self.gradients = comm, algorithm, gradients
+        self.comm, self.algorithm, self.gradients, self.density = comm, algorithm, gradients, density
         self.size = gradients.buffer.numel()
         self.k = target_count(self.size, density)
         self.residual = None if isinstance(algorithm, Dense) else torch.zeros(self.size)
         self.state: Any = None
         self.gradient = gradients.buffer
+
+    def age(self, steps: int) -> None:
+        """Go some steps alone. In the first steps of all, residuals and thresholds grow as they never do later."""
+        if self.residual is None:
+            return
+        lonely = Reducing(alone(), TopkA(), self.gradients, self.density)
+        lonely.residual = self.residual
+        for step in range(steps):
+            lonely.prepare(step)
+            lonely.reduce(step)
 
     def prepare(self, step: int) -> None:
         """What is not part of the reduction."""
@@ -69,7 +80,7 @@ class Recording:
 
 
 def record(
-    algorithm: Algorithm, world: int, drawn: Gradients, density: float, *, skipped: int = 2, steady: int = 3
+    algorithm: Algorithm, world: int, drawn: Gradients, density: float, *, skipped: int = 1, steady: int = 3
 ) -> Recording:
     """Run the first step, `skipped` ones that count for nothing, and `steady` ones."""
 
@@ -77,10 +88,11 @@ def record(
         with torch.no_grad():
             recorded = Recorded(comm)
             reducing = Reducing(recorded, algorithm, own_gradients(drawn, comm.rank), density)
+            reducing.age(_AGE)
             traces = []
             for step in range(1 + skipped + steady):
-                reducing.prepare(step)
-                reducing.reduce(step)
+                reducing.prepare(_AGE + step)
+                reducing.reduce(_AGE + step)
                 trace = recorded.take()
                 if step == 0 or step > skipped:
                     traces.append(trace)

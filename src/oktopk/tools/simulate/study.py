@@ -71,7 +71,7 @@ def simulate(question: Question, costs: Costs, note: Note = lambda _: None) -> l
 def answer(algorithm: Algorithm, world: int, question: Question, costs: Costs) -> Answer:
     drawn = Gradients(recorded_size(algorithm, world, question), 0)
     few = world >= _MANY
-    recording = record(algorithm, world, drawn, question.density, skipped=1 if few else 3, steady=1 if few else 3)
+    recording = record(algorithm, world, drawn, question.density, skipped=0 if few else 1, steady=1 if few else 3)
     return price(algorithm, recording, question, costs)
 
 
@@ -117,7 +117,7 @@ def received_per_k(algorithm: Algorithm, world: int, density: float) -> float:
     few, more = (_received(record(algorithm, ranks, drawn, density, skipped=0, steady=1)) for ranks in (8, 16))
     if not few:
         return 1.0
-    return max(1.0, more * (world / 16) ** max(0.0, math.log2(more / few)))
+    return max(1.0, more * math.pow(world / 16, max(0.0, math.log2(more / few))))
 
 
 def _received(recording: Recording) -> float:

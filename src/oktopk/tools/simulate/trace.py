@@ -62,7 +62,7 @@ class Trace:
 
 def parts_of(message: Tensor) -> list[Part]:
     """The parts in the wire format that a message holds, one or several end to end; none if it has no such."""
-    data = memoryview(message.numpy())
+    data = message.numpy().data
     if part := _part(data, 0):
         return [part]
     parts, at = [], _LENGTH.size
