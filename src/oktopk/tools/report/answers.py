@@ -9,7 +9,7 @@ from oktopk.metrics import DENSE, SPARSE
 
 from .reading import whole
 from .runs import Run
-from .units import byte_text, percent, scaled, seconds_text
+from .units import byte_text, percent, seconds_text
 
 Phases = Mapping[str, Mapping[str, Any]]
 
@@ -80,7 +80,7 @@ def _bytes(run: Run, means: Mapping[str, Any], phase: str) -> str:
     if not sent or dense is None:
         return f"{first} What dense would send is not known."
     six, two = means["bound_6k_bytes"], means["bound_2k_bytes"]
-    against = f"A dense step sends {byte_text(dense)} (ring, modelled), which is {scaled(dense / sent, '')}times as much."
+    against = f"A dense step sends {byte_text(dense)} (ring, modelled): {dense / sent:.3g} times as much."
     if not six or not two:
         return f"{first} {against}"
     return (
@@ -94,7 +94,8 @@ def _time(means: Mapping[str, Any], phase: str) -> str:
     if not seconds:
         return "The files have no times."
     parts = ", ".join(f"{_GROUP[group]} {percent(share)}" for group, share in shares.items())
-    return f"A {phase} step took {seconds_text(seconds)}, mean: {parts}. Hidden work is not counted here."
+    first = " The first step of the phase, which compiles and sets up, is left out." if means["steps"] > 1 else ""
+    return f"A {phase} step took {seconds_text(seconds)}, mean: {parts}. Hidden work is not in it.{first}"
 
 
 _GROUP = {

@@ -1,4 +1,4 @@
-"""One colour for one thing, on every chart. They are those of Okabe and Ito, which the colour-blind can tell apart."""
+"""One colour for one thing, on every chart: those of Okabe and Ito, which the colour-blind can tell apart."""
 
 from __future__ import annotations
 

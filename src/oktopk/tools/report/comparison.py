@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import colours
-from .charts import Chart, figure, known, label, line
+from .drawing import Chart, Trace, figure, known, label, line
 
 Runs = Sequence[Mapping[str, Any]]
 
@@ -44,9 +44,7 @@ def _losses(runs: Runs, name: str, title: str, column: str, x: str, caption: str
     return Chart(f"loss-{name}", title, caption, shown)
 
 
-def _of_run(
-    place: int, run: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], unified: bool
-) -> dict[str, Any]:
+def _of_run(place: int, run: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], unified: bool) -> Trace:
     colour, dash = colours.of_series(place)
     hover = {} if unified else {"hovertemplate": "loss %{y:.4g} at %{x:.4s}"}
     return line(label(run["name"]), x, y, colour, line={"dash": dash}, **hover)

@@ -86,13 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
             log.exception("the report could not be made")
             return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"the report could not be made: {error}\n")
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
 
     def _refuse(self) -> None:
         self.close_connection = True
         self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only\n", allow="GET, HEAD")
 
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse  # noqa: N815 - http.server's names
 
     def _page(self, _: str) -> None:
         version, document = self.server.source.now()

@@ -13,7 +13,7 @@ from .runs import Moved, Run, Step
 class Kind:
     """All messages of a kind over the steps of a phase. `sizes[b]` of them had [2^b, 2^(b+1)) bytes.
 
-    The inside of a library's all-reduce cannot be seen: it is `modelled` as a ring, whose messages have equal sizes.
+    The inside of a library's all-reduce cannot be seen: it is `modelled` as a ring with messages of equal sizes.
     """
 
     phase: str
@@ -49,5 +49,5 @@ def _kinds(steps: Iterable[Step]) -> list[Kind]:
     for step in steps:
         for moved in step.traffic or ():
             key = (step.phase, moved.operation, moved.stage, moved.control, moved.modelled)
-            kinds.setdefault(key, Kind(*key)).add(moved)  # type: ignore[arg-type]
+            kinds.setdefault(key, Kind(*key)).add(moved)
     return sorted(kinds.values(), key=lambda kind: (kind.phase, -kind.bytes, kind.operation, kind.stage))

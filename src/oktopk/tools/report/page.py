@@ -14,8 +14,9 @@ from typing import Any
 from oktopk.errors import OkTopkError
 
 from . import tables
-from .charts import Chart, charts
+from .charts import charts
 from .comparison import comparison
+from .drawing import Chart
 
 Document = Mapping[str, Any]
 
@@ -87,9 +88,8 @@ class _Draft:
             name = f"{prefix}-{chart.name}"
             self.figures[name] = chart.figure
             caption = f"<figcaption>{tables.safe(chart.caption)}</figcaption>"
-            places.append(
-                f'<figure><h3>{tables.safe(chart.title)}</h3><div class="chart" id="{name}"></div>{caption}</figure>'
-            )
+            title = f"<h3>{tables.safe(chart.title)}</h3>"
+            places.append(f'<figure>{title}<div class="chart" id="{name}"></div>{caption}</figure>')
         return f'<div class="grid">{"".join(places)}</div>' if places else ""
 
 

@@ -57,7 +57,7 @@ def _means(run: Run, phase: str, steps: Sequence[Step]) -> dict[str, Any]:
         "bound_6k_bytes": average(limit["6k"] for limit in limits),
         "bound_2k_bytes": average(limit["2k"] for limit in limits),
         "sent_bytes_by_rank": _by_rank(run, phase),
-        **_times(steps),
+        **_times(steps[1:] or steps),
     }
 
 
@@ -78,9 +78,11 @@ def _in_band(run: Run, steps: Sequence[Step]) -> float | None:
 
 
 def _times(steps: Sequence[Step]) -> dict[str, Any]:
+    """Means over all but the first step of a phase, which compiles kernels and sets up connections."""
     whole = mean(one for one in map(split, steps) if one is not None)
     if whole is None:
-        return {"step_seconds": None, "seconds": {}, "hidden_seconds": {}, "shares": {}, "hidden_share": None}
+        nothing: dict[str, Any] = {"seconds": {}, "hidden_seconds": {}, "shares": {}}
+        return nothing | dict.fromkeys(("step_seconds", "reduction_seconds", "hidden_share"))
     hidden = sum(whole.hidden.values())
     busy = hidden + sum(whole.shown[stage] for stage in whole.hidden)
     shares = {

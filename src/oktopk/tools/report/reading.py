@@ -59,10 +59,8 @@ def sizes(value: object) -> dict[int, int]:
     """Messages by the power of two of their size, as flat_traffic writes them."""
     if not isinstance(value, Mapping):
         return {}
-    bins = {name: whole(value, name) for name in value if str(name).isascii() and str(name).isdigit()}
-    return {
-        int(name): count for name, count in bins.items() if count and len(name) < 3 and int(name) in _SIZE_BINS
-    }
+    bins = {power: whole(value, str(power)) for power in _SIZE_BINS}
+    return {power: count for power, count in bins.items() if count}
 
 
 def text_file(path: Path, notes: list[str]) -> str:

@@ -1,7 +1,7 @@
 """The folder of a run, finished or being written, as records.
 
-Whatever a file lacks is left out and noted. Of two lines for the same step, the later one counts: a run that goes on
-from a checkpoint repeats steps.
+Whatever a file lacks is left out and noted. Of two lines for the same step, the later one counts: a run that goes
+on from a checkpoint repeats steps.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def _step(place: int, row: Row, reductions: tuple[Reduction, ...], before: Step)
     )
     phase, culprits = text(row.get("phase")), text(row.get("culprits"))
     skipped = row.get("skipped") is True
-    return Step(place, phase, skipped, culprits, numbers(row), before.train, reductions, moved)
+    known = None if moved is None else tuple(moved)
+    return Step(place, phase, skipped, culprits, numbers(row), before.train, reductions, known)
 
 
 def _moved(row: Row) -> Moved:

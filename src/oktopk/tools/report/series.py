@@ -33,9 +33,6 @@ def bins(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
 def series(run: Run, most: int) -> dict[str, Any]:
     """Means over the steps of each point; where a curve is ragged, the lowest and the highest step too."""
     points = bins(run.steps, most)
-    limits = {
-        name: _means(points, lambda step, n=name: bounds(step, run.world)[n]) for name in ("dense", "6k", "2k")
-    }
     return {
         "steps_per_point": max(map(len, points), default=0),
         "step": [point[len(point) // 2].number for point in points],
@@ -44,9 +41,9 @@ def series(run: Run, most: int) -> dict[str, Any]:
         "local_density": _spread(points, _column("local_density")),
         "global_density": _means(points, _column("global_density")),
         "sent_bytes": _spread(points, _column("sent_bytes")),
-        "dense_bytes": limits["dense"],
-        "bound_6k_bytes": limits["6k"],
-        "bound_2k_bytes": limits["2k"],
+        "dense_bytes": _means(points, lambda step: bounds(step, run.world)["dense"]),
+        "bound_6k_bytes": _means(points, lambda step: bounds(step, run.world)["6k"]),
+        "bound_2k_bytes": _means(points, lambda step: bounds(step, run.world)["2k"]),
         "seconds": _seconds(points),
         "hidden_seconds": _means(points, _hidden),
         "residual_norm": _means(points, lambda step: step.numbers.get("residual_norm") or None),

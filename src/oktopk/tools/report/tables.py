@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import colours
@@ -67,7 +67,9 @@ def answers(run: Mapping[str, Any]) -> str:
 
 def notes(run: Mapping[str, Any]) -> str:
     width = run["series"]["steps_per_point"]
-    thinned = f"Curves are thinned: a point stands for up to {width:,} steps, its band for the lowest and highest of them."
+    thinned = (
+        f"Curves are thinned: a point stands for up to {width:,} steps, its band for their lowest and highest."
+    )
     said = [*run["notes"], *([thinned] if width > 1 else [])]
     return "".join(f"<p>{safe(note)}</p>" for note in said)
 
@@ -132,22 +134,16 @@ def message_table(run: Mapping[str, Any]) -> str:
         steps = run["phases"].get(kind["phase"], {}).get("steps") or 1
         size = kind["bytes"] / kind["messages"] if kind["messages"] else None
         remark = "modelled as a ring" * kind["modelled"] + ", " * (kind["modelled"] and kind["control"])
-        rows.append([
-            f"{kind['operation']}, {kind['stage']}", kind["phase"] or None, remark + "control" * kind["control"] or None,
-            f"{kind['messages'] / steps:.3g}", byte_text(kind["bytes"] / steps), None if size is None else byte_text(size),
-            byte_text(kind["bytes"]), seconds_text(kind["seconds"] / steps),
-        ])  # fmt: skip
-    head = [
-        "operation, stage",
-        "phase",
-        "",
-        "messages per step",
-        "bytes per step",
-        "mean size",
-        "bytes in all",
-        "time per step",
-    ]
-    return "<h3>What rank 0 sent, by operation</h3>" + table(head, rows)
+        rows.append(
+            [
+                *(f"{kind['operation']}, {kind['stage']}", kind["phase"] or None),
+                remark + "control" * kind["control"] or None,
+                *(f"{kind['messages'] / steps:.3g}", byte_text(kind["bytes"] / steps), _or(byte_text, size)),
+                *(byte_text(kind["bytes"]), seconds_text(kind["seconds"] / steps)),
+            ]
+        )
+    head = ["operation, stage", "phase", "", "messages per step", "bytes per step", "mean size", "bytes in all"]
+    return "<h3>What rank 0 sent, by operation</h3>" + table([*head, "time per step"], rows)
 
 
 def skipped(run: Mapping[str, Any]) -> str:
@@ -177,24 +173,35 @@ def config(run: Mapping[str, Any]) -> str:
 def finals(rows: Sequence[Mapping[str, Any]]) -> str:
     """The runs side by side."""
     validated = list(dict.fromkeys(name for row in rows for name in row["validation"]))[:8]
-    head = ["run", "algorithm", "density sent", "ranks", "steps", "phase", "ms per step", "hidden", "sent per step",
-            "of dense", "sent in all", "time in steps", "last loss", *validated, "skipped", ""]  # fmt: skip
-    body = [
-        [
-            row["run"], row["algorithm"], _or(percent, row["local_density"]), row["world"], f"{row['steps']:,}",
-            row["phase"], _or(lambda x: f"{1e3 * x:.4g}", row["step_seconds"]), _or(percent, row["hidden_share"]),
-            _or(byte_text, row["sent_bytes"]), _or(percent, row["of_dense"]), _or(byte_text, row["sent_so_far_bytes"]),
-            _or(seconds_text, row["elapsed_seconds"]), _or(lambda x: f"{x:.4g}", row["loss"]),
-            *(_or(lambda x: f"{x:.4g}", row["validation"].get(name)) for name in validated),
-            row["skipped"], "" if row["finished"] else "not finished",
-        ]
-        for row in rows
-    ]  # fmt: skip
+    columns = {
+        "run": [row["run"] for row in rows],
+        "algorithm": [row["algorithm"] for row in rows],
+        "density sent": _column(rows, "local_density", percent),
+        "ranks": [row["world"] for row in rows],
+        "steps": _column(rows, "steps", "{:,}".format),
+        "phase": [row["phase"] for row in rows],
+        "time per step": _column(rows, "step_seconds", seconds_text),
+        "hidden": _column(rows, "hidden_share", percent),
+        "sent per step": _column(rows, "sent_bytes", byte_text),
+        "of dense": _column(rows, "of_dense", percent),
+        "sent in all": _column(rows, "sent_so_far_bytes", byte_text),
+        "time in steps": _column(rows, "elapsed_seconds", seconds_text),
+        "last loss": _column(rows, "loss", "{:.4g}".format),
+        **{name: _column([row["validation"] for row in rows], name, "{:.4g}".format) for name in validated},
+        "skipped": [row["skipped"] for row in rows],
+        "": ["" if row["finished"] else "not finished" for row in rows],
+    }
     caption = (
-        "Means per step over the sparse phase, or the dense one if there was no other; bytes are those of rank 0."
+        "Means per step over the sparse phase, or the dense one if there was no other, times without its first "
+        "step. Bytes are those of rank 0."
     )
-    return table(head, body) + f'<p class="soft">{caption}</p>'
+    body = list(zip(*columns.values(), strict=True))
+    return table(list(columns), body) + f'<p class="soft">{caption}</p>'
 
 
-def _or(form: Any, value: Any) -> str | None:
-    return None if value is None else str(form(value))
+def _column(rows: Sequence[Mapping[str, Any]], name: str, form: Callable[[Any], str]) -> list[str | None]:
+    return [_or(form, row.get(name)) for row in rows]
+
+
+def _or(form: Callable[[Any], str], value: Any) -> str | None:
+    return None if value is None else form(value)

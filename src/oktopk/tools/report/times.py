@@ -1,8 +1,8 @@
 """Where the time of a step went.
 
-Reductions run on a worker thread. What of them runs beside backward is hidden: it is not added to the step. What runs
-after the last bucket was handed in is exposed, and part of the step. Of a bucket that was reduced partly before and
-partly after, each stage is exposed in the same proportion.
+Reductions run on a worker thread. What of them runs beside backward is hidden: it is not added to the step. What
+runs after the last bucket was handed in is exposed, and part of the step. Of a bucket that was reduced partly
+before and partly after, each stage is exposed in the same proportion.
 
     main     data | forward | backward ......... | waits for the worker ..... | loss round | update
     worker                 bucket 0 | bucket 1 ..|.. bucket 1 | bucket 2
