@@ -192,10 +192,10 @@ def test_an_output_that_others_do_not_see_or_that_is_full_is_a_warning() -> None
     blind = found("output", world(3, measured={"sees_out": [True, False, False]}))
     assert blind.level == WARNING
     assert "ranks 1, 2 do not see" in blind.found
-    # weights, momentum and three residuals of 10^9 parameters, three times
-    big = found("output", world(3, asked={"params": 10**9}, measured={"ways": ways(1, 1)}))
+    # weights, momentum and three residuals of 2 · 10^9 parameters, three times
+    big = found("output", world(3, asked={"params": 2 * 10**9}, measured={"ways": ways(1, 1)}))
     assert big.level == WARNING
-    assert f"{3 * 20e9 / 2**30:.1f}" in big.found
+    assert f"{3 * 40e9 / 2**30:.1f}" in big.found
 
 
 def test_data_that_is_left_out_is_a_warning_and_different_data_a_problem() -> None:

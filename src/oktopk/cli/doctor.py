@@ -137,7 +137,8 @@ def _data(resolved: Resolved, place: Place) -> Data | None:
         return None
 
     def look() -> dict[str, Any]:
-        task = config.workload.build(Source(config.data_dir), Share(place.rank, place.world))
+        share = Share(place.rank, place.world, config.batch_size or 1, config.nsteps_update, config.seed)
+        task = config.workload.build(Source(config.data_dir, config.min_seconds), share)
         return {
             "data": task.data,
             "left_out": len(task.problems),

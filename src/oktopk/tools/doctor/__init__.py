@@ -3,14 +3,14 @@
 facts.py, kernels.py   what a rank tells of itself: plain data
 links.py, pays.py      what ranks measure together
 checks.py, speed.py    a check is a function from the world that was told to one finding
-examine.py             all of it, on all ranks
+together.py            all of it, on all ranks
 """
 
 from __future__ import annotations
 
 from .checks import CHECKS
-from .examine import Data, examine, examine_alone
 from .findings import OK, PROBLEM, WARNING, Asked, Finding, World, exit_code, judged, rendered
+from .together import Data, examine, examine_alone
 
 __all__ = [
     "CHECKS",
