@@ -81,25 +81,20 @@ def count(word: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     records: list[Record] = []
+    code = 0
     try:
         plan, links = _plan(options)
         if not links:
             print(NO_LINK, file=sys.stderr)
         for found in measure(plan, links):
             records += found
-    except BenchError as error:
+    except (OkTopkError, OSError) as error:
         complain(NAME, error)
-        return 2
-    except OkTopkError as error:
-        _show(options, records)  # of the links before
-        complain(NAME, error)
-        return 1
+        code = 2 if isinstance(error, BenchError) else 1
     except KeyboardInterrupt:
-        _show(options, records)
         print("interrupted", file=sys.stderr)
-        return 130
-    _show(options, records)
-    return 0
+        code = 130
+    return _show(options, records) or code  # of the links before, if something went wrong
 
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
@@ -136,10 +131,15 @@ def _words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def _show(options: argparse.Namespace, records: list[Record]) -> None:
+def _show(options: argparse.Namespace, records: list[Record]) -> int:
     if not records:
-        return
+        return 0
     machine = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()}
     print(json.dumps({"machine": machine, "records": records}, indent=2) if options.json else text(records))
-    if options.figure is not None:
-        draw(records, options.figure)
+    try:
+        if options.figure is not None:
+            draw(records, options.figure)
+    except OSError as error:
+        complain(NAME, error)
+        return 1
+    return 0
