@@ -191,7 +191,9 @@ def test_a_world_whose_ranks_do_not_come_ends_with_a_message(
     assert found["kernels"]["level"] == "ok"
 
 
-@pytest.mark.parametrize("words", [["--params", "many"], ["--density", "2"], ["--timeout", "-1"]])
+@pytest.mark.parametrize(
+    "words", [["--params", "many"], ["--params", "0"], ["--density", "2"], ["--timeout", "-1"]]
+)
 def test_wrong_options_end_with_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main(["doctor", *words])

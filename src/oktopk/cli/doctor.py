@@ -41,6 +41,7 @@ from oktopk.train.launch import STARTED_BY_RANKS, Place, find_place, joined, run
 from oktopk.train.origins import DEFAULT, Resolved, resolve
 from oktopk.train.tasks import WORKLOADS, Share, Source
 
+from .bench import count
 from .complaint import complain, sentence
 from .options import add_config, add_option, given
 
@@ -55,9 +56,7 @@ LAST_WORDS = 1.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--params", type=entries, metavar="N", help="size of the model, like 25M; --dnn has its own"
-    )
+    parser.add_argument("--params", type=count, metavar="N", help="size of the model, like 25M; --dnn has its own")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -68,21 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of oktopk train")
     for name in ("dnn", "dataset", "data_dir", "density", "nworkers", "ranks", "out"):
         add_option(group, name)
-
-
-def entries(text: str) -> int:
-    """
-    >>> entries("25M"), entries("27569568"), entries("1.5k")
-    (25000000, 27569568, 1500)
-    """
-    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}.get(text[-1:], 1.0)
-    try:
-        count = float(text.rstrip("kMGB")) * scale
-    except ValueError:
-        count = 0.0
-    if not 1 <= count < 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters, like 25M")
-    return int(count)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _resolve(options: argparse.Namespace) -> Resolved:
     """As the trainer would; data alone stands for the first network that is trained on it."""
+    if options.params == 0:
+        raise ConfigError("--params must be at least 1")
     chosen = given(options)
     if "dataset" in chosen and "dnn" not in chosen and options.config is None:
         fitting = [workload.dnn for workload in WORKLOADS.values() if workload.dataset == chosen["dataset"]]
