@@ -101,6 +101,7 @@ def _examine(options: argparse.Namespace, resolved: Resolved, place: Place) -> i
     if config.out is not None:
         asked = replace(asked, out=config.out)
     data, code = _data(resolved, place), None
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is cleared away then, too
     try:
         with joined(place, config.timeout) as comm:
             world = examine(comm, asked, data)
@@ -111,8 +112,11 @@ def _examine(options: argparse.Namespace, resolved: Resolved, place: Place) -> i
         return 128 + signal.SIGINT
     except Exception as error:  # whatever keeps ranks from coming together is a finding
         if code is None:
-            apart = f"they did not come together: {sentence(error).splitlines()[0]}"
+            reason = (sentence(error) or type(error).__name__).splitlines()[0]
+            apart = f"they did not come together: {reason}"
             code = _tell(examine_alone(asked, apart, data), place, options.json)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return code
 
 
@@ -162,5 +166,5 @@ def _text(findings: list[Finding]) -> str:
 
 
 def _count(findings: list[Finding], level: str) -> str:
-    count = sum(finding.level == level for finding in findings)
-    return f"{count or 'no'} {level}{'s' * (count > 1)}"
+    number = sum(finding.level == level for finding in findings)
+    return f"{number or 'no'} {level}{'s' * (number > 1)}"

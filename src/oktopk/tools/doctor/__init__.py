@@ -1,6 +1,7 @@
 """oktopk doctor: is this machine, or this world of ranks, fit to train on, and does compression pay there?
 
-facts.py, kernels.py   what a rank tells of itself: plain data
+facts.py, kernels.py, mpi.py
+                       what a rank tells of itself: plain data
 links.py, pays.py      what ranks measure together
 checks.py, speed.py    a check is a function from the world that was told to one finding
 together.py            all of it, on all ranks

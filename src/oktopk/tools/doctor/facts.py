@@ -21,6 +21,7 @@ import oktopk
 
 from .findings import Unknown, looked_into
 from .kernels import kernels
+from .mpi import mpi
 
 EXTRAS = ("mpi", "train", "report")
 """Of the package, those that a user may want; the others are for examples and for development."""
@@ -74,27 +75,6 @@ def backends() -> dict[str, Any]:
         "nccl": available and dist.is_nccl_available(),
         "mpi": available and dist.is_mpi_available(),
         "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-    }
-
-
-def mpi() -> dict[str, Any] | None:
-    """The library that mpi4py has found; None without mpi4py. MPI is not started for it."""
-    if _version("mpi4py") is None:
-        return None
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # has an effect on the first import of MPI only: a rank of MPI has done it before
-    from mpi4py import MPI
-
-    lines = MPI.Get_library_version().strip("\0\n").splitlines()
-    abi = next((line.split(":", 1)[1].strip() for line in lines if "ABI" in line), None)
-    name, version = MPI.get_vendor()
-    return {
-        "mpi4py": _version("mpi4py"),
-        "library": re.sub(r"\s+", " ", lines[0]).replace("Version: ", ""),
-        "built_for": f"{name} {'.'.join(map(str, version))}",
-        "abi": abi,
-        "size": MPI.COMM_WORLD.Get_size() if MPI.Is_initialized() and not MPI.Is_finalized() else None,
     }
 
 
