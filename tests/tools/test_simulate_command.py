@@ -8,7 +8,7 @@ import pytest
 from oktopk.cli import main
 from oktopk.comm import run_threads
 from oktopk.tools import simulate
-from oktopk.tools.simulate import Answer, Costs, Network, Prices, Replayed, bounds, calibrate, crossings
+from oktopk.tools.simulate import Answer, Costs, Network, Prices, Replayed, bounds, crossings, shifts
 from oktopk.tools.simulate.costs import Step, measure
 
 WORK = Step(1e-9, 2e-9)
@@ -73,6 +73,7 @@ def test_the_table_says_what_is_measured_and_what_is_modelled(capsys, known_cost
         (["--algorithms", "best"], "unknown algorithm 'best'"),
         (["--calibrate", "1gibt"], "1gibt"),
         (["--ranks-per-core", "0"], "1..64"),
+        (["--figure", "simulate.doc"], "must end in .png"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(capsys, words, complaint):
@@ -101,8 +102,8 @@ def test_bounds_of_one_rank_are_nothing():
 
 
 def test_all_ranks_find_the_same_link(monkeypatch):
-    monkeypatch.setattr(calibrate, "_LARGEST", 1 << 20)
-    found = run_threads(3, calibrate.measure)
+    monkeypatch.setattr(shifts, "_LARGEST", 1 << 20)
+    found = run_threads(3, shifts.measure)
     assert found[0] == found[1] == found[2]
     assert found[0].latency > 0
     assert found[0].bandwidth > 0

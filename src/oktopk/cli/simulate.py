@@ -126,6 +126,8 @@ def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
     for name in names:
         if name not in ALGORITHMS:
             raise tool.SimulationError(f"unknown algorithm {name!r}: choose among {', '.join(ALGORITHMS)}")
+    if options.figure:
+        tool.check_drawable(options.figure)
     size, density = count(options.params), _number("--density", options.density, float)
     if not 0 < density <= 1:
         raise tool.SimulationError(f"--density must be in (0, 1], got {options.density}")
@@ -163,7 +165,7 @@ def count(text: str) -> int:
     size = _number("--params", text.replace(",", "")[: -1 if unit else None], float) * (unit or 1)
     if not 1 <= size < 2**40:
         raise tool.SimulationError(f"--params must be a number of entries, like 25M, got {text!r}")
-    return round(size)
+    return int(size)
 
 
 def ranks(text: str) -> list[int]:

@@ -10,7 +10,7 @@ study.py      all algorithms on all numbers of ranks     crossings.py   who over
 from .calibrate import calibrate_lab, calibrate_loopback, in_lab
 from .costs import Costs, measure
 from .crossings import Bounds, Crossing, bounds, crossings
-from .figure import draw
+from .figure import check_drawable, draw
 from .network import Network, SimulationError, parse_network
 from .record import Recording, record
 from .replay import Prices, Replayed, replay
@@ -37,6 +37,7 @@ __all__ = [
     "bounds",
     "calibrate_lab",
     "calibrate_loopback",
+    "check_drawable",
     "crossings",
     "draw",
     "in_lab",

@@ -13,17 +13,25 @@ from .network import SimulationError
 from .study import Answer, Question
 
 _MARKS = "osD^vP"
+_FORMATS = (".png", ".pdf", ".svg")
+
+
+def check_drawable(path: Path) -> None:
+    """Say what is wrong before the work of minutes is done."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise SimulationError("--figure needs matplotlib: pip install 'oktopk[report]'") from error
+    if path.suffix not in _FORMATS:
+        raise SimulationError(f"--figure must end in {', '.join(_FORMATS)}, got {path.name!r}")
 
 
 def draw(path: Path, question: Question, answers: Sequence[Answer]) -> None:
     """Write it to a file whose name tells the format, like simulate.png."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SimulationError("--figure needs matplotlib: pip install 'oktopk[report]'") from error
+    check_drawable(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
     times, volumes = figure.subplots(1, 2)
     figure.suptitle(
         f"simulated: {question.size:,} parameters, density {question.density:g}, {question.network} per rank",
@@ -37,7 +45,7 @@ def draw(path: Path, question: Question, answers: Sequence[Answer]) -> None:
     handles, names = volumes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize="small", frameon=False)
     with appearing(path) as draft:
-        figure.savefig(draft, dpi=150, format=path.suffix[1:] or "png")
+        figure.savefig(draft, dpi=150, format=path.suffix[1:])
 
 
 def _lines(axes: Any, question: Question, answers: Sequence[Answer], figure: Callable[[Answer], float]) -> None:
