@@ -151,13 +151,13 @@ def test_long_runs_are_thinned_and_keep_their_extremes(run: Run) -> None:
     points = bins(steps, 400)
     assert [step for point in points for step in point] == steps
     assert not [point for point in points if len({step.phase for step in point}) > 1]
-    long = replace(run, steps=tuple(steps))
-    figures = of_run(long)
+    document = report([replace(run, steps=tuple(steps))])
+    figures = document["runs"][0]
     loss = figures["series"]["loss"]
     assert len(loss["mean"]) == len(figures["series"]["step"]) <= 402
     assert max(loss["high"][21:]) == 19999
     assert min(loss["low"][21:]) == 1001
-    text = page(report([long] * 3))
+    text = page(document)
     assert len(text.encode()) < 8_000_000
     assert "Curves are thinned: a point stands for up to 50 steps" in text
 
@@ -177,6 +177,19 @@ def test_charts_are_figures_of_plotly_with_titles_on_all_axes(tmp_path: Path) ->
         assert layout["xaxis"]["title"]["text"]
         assert layout["yaxis"]["title"]["text"] or chart.name == "phases"
         assert chart.caption
+
+
+def test_bars_of_a_phase_share_their_clock(run: Run) -> None:
+    bars = next(chart for chart in charts(of_run(run)) if chart.name == "phases").figure["data"]
+    ends, begins = dict[str, float](), dict[str, float]()
+    for bar in bars:
+        for row, base, length, told in zip(bar["y"], bar["base"], bar["x"], bar["customdata"], strict=True):
+            assert told == length
+            ends[row] = max(ends.get(row, 0), base + length)
+            begins[row] = min(begins.get(row, base), base)
+    assert ends["sparse: step"] == pytest.approx(1e3 * STEP)
+    assert begins["sparse: worker"] == pytest.approx(1e3 * (FORWARD + BACKWARD - 0.3))
+    assert ends["sparse: worker"] == pytest.approx(1e3 * (FORWARD + BACKWARD + 0.1))
 
 
 def test_a_sweep_stands_for_its_runs_in_their_order(tmp_path: Path) -> None:

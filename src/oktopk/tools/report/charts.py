@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import colours
-from .drawing import Chart, figure, known, label, line, spread, transition
+from .drawing import DIGITS, Chart, figure, known, label, line, spread, transition
 from .timecharts import time_of_phases, time_of_steps
 from .units import size_text
 
@@ -138,7 +138,7 @@ def _messages(run: Mapping[str, Any], phase: str) -> Chart | None:
         traces.append({
             "type": "bar", "name": label(name) + more, "x": [size_text(power) for power in powers],
             "y": [sizes.get(power) for power in powers], "marker": {"color": colour, "pattern": hatch},
-            "hovertemplate": "%{y:.3g} per step",
+            "hovertemplate": f"%{{y:{DIGITS}}} per step",
         })  # fmt: skip
     caption = (
         f"Messages that rank 0 sent in a {phase} step, by size: “4 KiB” are those from 4 KiB to below 8 KiB. "

@@ -6,9 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import colours
-from .drawing import Chart, Trace, figure, known, label, line
+from .drawing import DIGITS, Chart, Trace, figure, known, label, line
 
 Runs = Sequence[Mapping[str, Any]]
+_HOVER = {
+    "seconds": {"hovertemplate": f"loss %{{y:{DIGITS}}} after %{{x:{DIGITS}}} s"},
+    "bytes": {"hovertemplate": f"loss %{{y:{DIGITS}}} after %{{x:.4~s}}B"},
+}
 
 
 def comparison(runs: Runs) -> list[Chart]:
@@ -32,22 +36,21 @@ def _losses(runs: Runs, name: str, title: str, column: str, x: str, caption: str
     for place, run in enumerate(runs):
         series = run["series"]
         if known(series["loss"]["mean"]) and any(series[column]):
-            traces.append(_of_run(place, run, series[column], series["loss"]["mean"], name == "steps"))
+            traces.append(_of_run(place, run, series[column], series["loss"]["mean"], **_HOVER.get(name, {})))
     if not traces:
         return None
     shown = figure(traces, x, "training loss")
     shown["layout"]["yaxis"].pop("rangemode")
     if name == "bytes":
-        shown["layout"]["xaxis"] |= {"type": "log", "exponentformat": "SI", "dtick": 1}
+        shown["layout"]["xaxis"] |= {"type": "log", "exponentformat": "SI"}
     if name != "steps":  # the runs have no points in common
         shown["layout"]["hovermode"] = "closest"
     return Chart(f"loss-{name}", title, caption, shown)
 
 
-def _of_run(place: int, run: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], unified: bool) -> Trace:
+def _of_run(place: int, run: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
     colour, dash = colours.of_series(place)
-    hover = {} if unified else {"hovertemplate": "loss %{y:.4g} at %{x:.4s}"}
-    return line(label(run["name"]), x, y, colour, line={"dash": dash}, **hover)
+    return line(label(run["name"]), x, y, colour, line={"dash": dash}, **more)
 
 
 def _validations(runs: Runs) -> Chart | None:
@@ -59,7 +62,7 @@ def _validations(runs: Runs) -> Chart | None:
         points = [(one["step"], one["figures"][name]) for one in run["validations"] if name in one["figures"]]
         if points:
             x, y = zip(*points, strict=True)
-            traces.append(_of_run(place, run, x, y, True) | {"mode": "lines+markers", "marker": {"size": 8}})
+            traces.append(_of_run(place, run, x, y, mode="lines+markers", marker={"size": 8}))
     if not traces:
         return None
     shown = figure(traces, "step", label(name))

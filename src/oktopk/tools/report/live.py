@@ -54,6 +54,9 @@ class Server(ThreadingHTTPServer):
         self.source = Source(folders)
         super().__init__((LOOPBACK, port), _Handler)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("whoever asked has left", exc_info=True)
+
     @property
     def port(self) -> int:
         return int(self.server_address[1])

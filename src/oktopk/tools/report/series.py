@@ -33,6 +33,8 @@ def bins(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
 def series(run: Run, most: int) -> dict[str, Any]:
     """Means over the steps of each point; where a curve is ragged, the lowest and the highest step too."""
     points = bins(run.steps, most)
+    splits = [[split(step) for step in point] for point in points]
+    limits = [[bounds(step, run.world) for step in point] for point in points]
     return {
         "steps_per_point": max(map(len, points), default=0),
         "step": [point[len(point) // 2].number for point in points],
@@ -41,11 +43,14 @@ def series(run: Run, most: int) -> dict[str, Any]:
         "local_density": _spread(points, _column("local_density")),
         "global_density": _means(points, _column("global_density")),
         "sent_bytes": _spread(points, _column("sent_bytes")),
-        "dense_bytes": _means(points, lambda step: bounds(step, run.world)["dense"]),
-        "bound_6k_bytes": _means(points, lambda step: bounds(step, run.world)["6k"]),
-        "bound_2k_bytes": _means(points, lambda step: bounds(step, run.world)["2k"]),
-        "seconds": _seconds(points),
-        "hidden_seconds": _means(points, _hidden),
+        "dense_bytes": [few(average(limit["dense"] for limit in point)) for point in limits],
+        "bound_6k_bytes": [few(average(limit["6k"] for limit in point)) for point in limits],
+        "bound_2k_bytes": [few(average(limit["2k"] for limit in point)) for point in limits],
+        "seconds": {
+            stage: [few(average(one and one.shown[stage] for one in point)) for point in splits]
+            for stage in STAGES
+        },
+        "hidden_seconds": [few(average(one and sum(one.hidden.values()) for one in point)) for point in splits],
         "residual_norm": _means(points, lambda step: step.numbers.get("residual_norm") or None),
         "thresholds": _thresholds(points),
         "elapsed_seconds": _so_far(points, lambda step: step.train.get("step_seconds")),
@@ -71,18 +76,6 @@ def _spread(points: Bins, figure: Figure) -> dict[str, list[float | None]]:
         "low": [few(min(values, default=None)) for values in known],
         "high": [few(max(values, default=None)) for values in known],
     }
-
-
-def _seconds(points: Bins) -> dict[str, list[float | None]]:
-    splits = [[split(step) for step in point] for point in points]
-    return {
-        stage: [few(average(one and one.shown[stage] for one in point)) for point in splits] for stage in STAGES
-    }
-
-
-def _hidden(step: Step) -> float | None:
-    times = split(step)
-    return None if times is None else sum(times.hidden.values())
 
 
 def _so_far(points: Bins, figure: Figure) -> list[float | None]:
