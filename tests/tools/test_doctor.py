@@ -170,7 +170,7 @@ def test_compression_that_does_not_pay_says_to_leave_auto_on() -> None:
     finding = found("compression", world(2, asked={"params": 4000}, measured={"ways": ways(0.5, 0.49)}))
     assert finding.level == WARNING
     assert "does not pay" in finding.found
-    assert "measured on 1,000 of 4,000 entries, and scaled" in finding.found
+    assert "measured on 1,000 of 4,000 entries, and what grows with them is scaled" in finding.found
     assert "auto" in str(finding.advice)
 
 

@@ -32,6 +32,7 @@ LAUNCHERS = {
 
 @pytest.fixture(autouse=True)
 def _small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pays, "SMALL", 256)
     monkeypatch.setattr(pays, "PROBE", 2048)
     monkeypatch.setattr(pays, "REPEATS", 2)
 
@@ -131,6 +132,22 @@ def test_what_takes_too_long_is_measured_on_a_part_and_scaled() -> None:
     fp32, fp16 = (next(w for w in whole[0]["ways"] if (w["algorithm"], w["values"]) == ("oktopk", v))
                   for v in ("fp32", "fp16"))  # fmt: skip
     assert fp16["sent_bytes"] < fp32["sent_bytes"] < whole[0]["ways"][0]["sent_bytes"]
+
+
+def test_only_what_grows_with_the_size_is_scaled() -> None:
+    """A step of 3 ms and 2 µs for each entry, whatever part of it is measured."""
+
+    def step(entries: int) -> dict[str, float]:
+        return {"seconds": 3e-3 + 2e-6 * entries, "sent_bytes": 8.0 * entries}
+
+    for entries in (pays.PROBE, 5000, 10_000):
+        found = pays.scaled(step(pays.SMALL), step(entries), entries, 10_000)
+        assert found == pytest.approx(step(10_000))
+    sums = step(pays.SMALL)["seconds"], step(pays.PROBE)["seconds"]
+    steps = pays.WARM + pays.REPEATS
+    assert pays.affordable(10_000, *sums, steps * step(4000)["seconds"]) == pytest.approx(4000, abs=2)
+    assert pays.affordable(10_000, *sums, 1e6) == 10_000
+    assert pays.affordable(10_000, *sums, 0.0) == pays.PROBE
 
 
 def test_a_place_that_cannot_be_written_to_is_said_and_a_footprint_goes_away(tmp_path: Path) -> None:

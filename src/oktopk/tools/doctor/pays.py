@@ -19,7 +19,7 @@ PHASE = "doctor"
 DENSE = "dense"
 WAYS = ((DENSE, "fp32"), ("oktopk", "fp32"), ("oktopk", "fp16"), ("topka", "fp32"), ("topka", "fp16"))
 """Algorithm, and values on the wire."""
-PROBE, LARGEST = 1 << 18, 1 << 24
+SMALL, PROBE, LARGEST = 1 << 12, 1 << 18, 1 << 24
 WARM, REPEATS = 3, 5
 """Steps before the ones that count: the first compile kernels and evaluate thresholds over all entries."""
 BUDGET = 20.0
@@ -28,21 +28,35 @@ BUDGET = 20.0
 
 def ways(comm: Communicator, params: int, density: float, budget: float = BUDGET) -> dict[str, Any]:
     """Seconds and bytes of a step by each way, the same on all ranks; scaled from `entries` to the asked size."""
-    probe = min(params, PROBE)
-    first = _timed(comm, probe, density, repeats=1)
-    entries = affordable(params, sum(way["seconds"] for way in first) / probe, budget)
+    small = _timed(comm, min(params, SMALL), density, REPEATS)
+    probe = _timed(comm, min(params, PROBE), density, repeats=1)
+    entries = affordable(params, _all_ways(small), _all_ways(probe), budget)
     measured = _timed(comm, entries, density, REPEATS)
-    scale = params / entries
     return {
         "entries": entries,
-        "ways": [{**way, **{name: scale * way[name] for name in ("seconds", "sent_bytes")}} for way in measured],
+        "ways": [scaled(*pair, entries, params) for pair in zip(small, measured, strict=True)],
     }
 
 
-def affordable(params: int, seconds_per_entry: float, budget: float) -> int:
-    """How many of the entries can be measured within the budget."""
-    steps = WARM + REPEATS
-    return min(params, LARGEST, max(PROBE, int(budget / (steps * max(seconds_per_entry, 1e-12)))))
+def _all_ways(measured: list[dict[str, Any]]) -> float:
+    return float(sum(way["seconds"] for way in measured))
+
+
+def affordable(params: int, small: float, probe: float, budget: float) -> int:
+    """How many entries can be measured within the budget, from the seconds that SMALL and PROBE of them take."""
+    seconds_per_entry = max(probe - small, 0.0) / (PROBE - SMALL)
+    room = SMALL + (budget / (WARM + REPEATS) - small) / max(seconds_per_entry, 1e-12)
+    return min(params, LARGEST, max(PROBE, int(room)))
+
+
+def scaled(small: dict[str, Any], measured: dict[str, Any], entries: int, params: int) -> dict[str, Any]:
+    """To the asked size. The rounds of messages take their time whatever the size: a small step tells how much,
+    and only what comes on top of it grows."""
+    if entries == params:
+        return measured
+    fixed = min(small["seconds"], measured["seconds"])
+    grown = (measured["seconds"] - fixed) * (params - SMALL) / (entries - SMALL)
+    return {**measured, "seconds": fixed + grown, "sent_bytes": measured["sent_bytes"] * params / entries}
 
 
 def _timed(comm: Communicator, size: int, density: float, repeats: int) -> list[dict[str, Any]]:

@@ -77,7 +77,11 @@ def whether_it_pays(world: World) -> Finding:
 
 
 def _scaled(params: int, entries: int) -> list[str]:
-    return [f"measured on {entries:,} of {params:,} entries, and scaled"] if entries < params else []
+    return (
+        [f"measured on {entries:,} of {params:,} entries, and what grows with them is scaled"]
+        if entries < params
+        else []
+    )
 
 
 def _line(way: dict[str, Any], dense: dict[str, Any]) -> str:
@@ -90,7 +94,8 @@ def _name(way: dict[str, Any]) -> str:
 
 
 def _ms(way: dict[str, Any]) -> str:
-    return f"{1e3 * way['seconds']:.3g} ms"
+    taken = 1e3 * way["seconds"]
+    return f"{taken:.0f} ms" if taken >= 100 else f"{taken:.3g} ms"
 
 
 def _settings(world: World, best: dict[str, Any]) -> str:
