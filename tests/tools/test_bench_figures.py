@@ -95,8 +95,8 @@ def test_the_table() -> None:
     lines = [line.split("  ") for line in text(list(found().values())).splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert cells[0][:4] == ["link", "contender", "step ms", "best ms"]
-    assert cells[2] == ["1gbit", "ddp", "4.2e+04", "1.2e+04", "1", "4.15e+04", "3000", "0.001 (link)", "–", "–"]
-    assert cells[3][-3:] == ["0.0006", "4000", "25 %"]
+    assert cells[2] == ["1gbit", "ddp", "42,000", "12,000", "1", "41,500", "3,000", "0.001 (link)", "–", "–"]
+    assert cells[3][-3:] == ["0.0006", "4,000", "25 %"]
     assert cells[4][-3] == "0.0006 (ring)"
     assert [line[0][:6] for line in cells[5:]] == ["(ring)", "(link)"]
     assert "(link)" not in text(list(found(None, None).values()))

@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import re
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 
 from oktopk.errors import OkTopkError
 from oktopk.tools.bench.figures import Record
-from oktopk.tools.bench.launch import NO_LIMIT, measure
+from oktopk.tools.bench.launch import NO_LIMIT, Interrupted, measure
 from oktopk.tools.bench.picture import check_drawing, draw
 from oktopk.tools.bench.plan import CONTENDERS, BenchError, Plan, free_memory
 from oktopk.tools.bench.tables import text
@@ -91,9 +92,9 @@ def run(options: argparse.Namespace) -> int:
     except (OkTopkError, OSError) as error:
         complain(NAME, error)
         code = 2 if isinstance(error, BenchError) else 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        code = 130
+        code = 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
     return _show(options, records) or code  # of the links before, if something went wrong
 
 

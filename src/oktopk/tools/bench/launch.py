@@ -26,6 +26,14 @@ NO_LIMIT = "none"
 _POLL, _GRACE = 0.05, 5.0
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal other than that of Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 def measure(plan: Plan, links: Sequence[str]) -> Iterator[list[Record]]:
     """The records of each link, as they come; without links, those of processes on loopback."""
     with interruptible():
@@ -51,7 +59,7 @@ def interruptible() -> Iterator[None]:
     """SIGTERM and the end of the terminal raise, as Ctrl-C does: what was begun is cleared away."""
 
     def interrupt(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
+        raise Interrupted(number)
 
     heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
     for number in heeded:

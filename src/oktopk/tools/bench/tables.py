@@ -43,8 +43,8 @@ def _row(record: Record) -> list[object]:
     ]
 
 
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1e3 * seconds:,.{1 if seconds < 0.1 else 0}f}"
 
 
 def _megabytes(record: Record) -> str | None:
