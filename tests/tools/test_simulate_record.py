@@ -118,6 +118,17 @@ def test_what_goes_through_the_recorder_arrives():
     assert run_threads(3, rank, in_turns=True) == [(3.0, [[0], [1], [2]])] * 3
 
 
+def test_ranks_that_take_turns_end_when_one_of_them_fails():
+    def rank(comm):
+        comm.all_gather_ints([comm.rank], "before")
+        if comm.rank == 1:
+            raise RuntimeError("no more")
+        comm.all_gather_ints([comm.rank], "after")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        run_threads(5, rank, in_turns=True)
+
+
 def question(ranks: int, size: int, density: float = 0.01) -> Question:
     return Question([ranks], ["topka"], size, density, NETWORK)
 

@@ -27,7 +27,8 @@ from oktopk.tools.lab import lab_problem, parse_rate
 from .complaint import complain
 
 NAME, HELP = "simulate", "how a reduction would scale to P ranks, from real messages and a model of the network"
-MOST = 4096
+MOST = 1024
+"""A step has P² messages, and all ranks are threads of this process."""
 _LOOPBACK = "loopback"
 
 

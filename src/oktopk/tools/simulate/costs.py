@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from .processes import run_all
 from .replay import Prices
 
-LARGEST = 4_000_000
+_SMALLEST, _LARGEST = 1 << 12, 4_000_000
 """Entries of the tensor that is timed; beyond the caches, time grows in proportion."""
 _MOST_CORES = 8
 _TIMEOUT = 600.0
@@ -47,7 +47,7 @@ class Costs:
 
 def measure(algorithms: Sequence[str], size: int, density: float, ranks_per_core: int = 1) -> Costs:
     """Time the algorithms on as many processes at once as ranks would share the cores."""
-    size = min(size, LARGEST)
+    size = max(_SMALLEST, min(size, _LARGEST))
     cores = min(_cores(), _MOST_CORES)
     task = json.dumps({"algorithms": list(algorithms), "size": size, "density": density, "cores": cores})
     said = run_all("oktopk.tools.simulate.timing", [task], [{}] * cores * ranks_per_core, _TIMEOUT)

@@ -161,7 +161,7 @@ class _Replay:
         return True
 
     def _join_ring(self, number: int, entries: int, width: int, control: int) -> bool:
-        """A library's allreduce: it begins when all ranks are there, and they leave it together."""
+        """A library's allreduce: whether all ranks have come to it, so that it can be gone through."""
         if self.world == 1:
             return True
         self.in_ring.append(number)
