@@ -77,11 +77,9 @@ def whether_it_pays(world: World) -> Finding:
 
 
 def _scaled(params: int, entries: int) -> list[str]:
-    return (
-        [f"measured on {entries:,} of {params:,} entries, and what grows with them is scaled"]
-        if entries < params
-        else []
-    )
+    if entries == params:
+        return []
+    return [f"measured on {entries:,} of {params:,} entries, and what grows with them is scaled"]
 
 
 def _line(way: dict[str, Any], dense: dict[str, Any]) -> str:
