@@ -145,12 +145,12 @@ def test_a_slow_link_is_a_warning_but_only_among_its_kind() -> None:
     assert found("links", world(4, far, measured=slow)).level == OK
 
 
-def ways(dense: float, fastest: float, entries: int = 1000) -> dict[str, Any]:
+def ways(dense: float, fastest: float, entries: int = 1000, spread: float = 1.1) -> dict[str, Any]:
     seconds = {("dense", "fp32"): dense, ("oktopk", "fp32"): 2 * fastest, ("oktopk", "fp16"): fastest}
     return {
         "entries": entries,
         "ways": [
-            {"algorithm": algorithm, "values": values, "seconds": taken, "sent_bytes": 8e6}
+            {"algorithm": algorithm, "values": values, "seconds": taken, "sent_bytes": 8e6, "spread": spread}
             for (algorithm, values), taken in seconds.items()
         ],
     }
@@ -164,6 +164,15 @@ def test_compression_that_pays_comes_with_settings() -> None:
     assert "scaled" not in finding.found
     # three ranks share eight cores
     assert finding.advice == 'settings: density=0.02, values="fp16", OMP_NUM_THREADS=2'
+
+
+def test_a_busy_machine_is_told_of() -> None:
+    steady, busy = (
+        found("compression", world(3, asked={"params": 1000}, measured={"ways": ways(0.5, 0.1, spread=spread)}))
+        for spread in (1.1, 3.0)
+    )
+    assert "quiet" not in steady.found
+    assert "up to 3.0 times longer" in busy.found
 
 
 def test_compression_that_does_not_pay_says_to_leave_auto_on() -> None:

@@ -134,6 +134,11 @@ def test_what_takes_too_long_is_measured_on_a_part_and_scaled() -> None:
     assert fp16["sent_bytes"] < fp32["sent_bytes"] < whole[0]["ways"][0]["sent_bytes"]
 
 
+def test_the_best_step_of_the_slowest_rank_counts() -> None:
+    found = pays.best_of([[1.0, 5.0, 9.0], [2.0, 4.0, 1.0]])
+    assert found == {"seconds": 2.0, "spread": 2.5}
+
+
 def test_only_what_grows_with_the_size_is_scaled() -> None:
     """A step of 3 ms and 2 µs for each entry, whatever part of it is measured."""
 

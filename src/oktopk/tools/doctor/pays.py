@@ -72,16 +72,23 @@ def _timed(comm: Communicator, size: int, density: float, repeats: int) -> list[
             start = time.perf_counter()
             sent[way] = step(buffer, number)
             taken[way].append(time.perf_counter() - start)
-    medians = [statistics.median(times[WARM:]) for times in taken]
-    told = gather_json(comm, {"seconds": medians, "sent_bytes": sent}, PHASE)
+    told = gather_json(comm, {"taken": [times[WARM:] for times in taken], "sent": sent}, PHASE)
     return [
-        {"algorithm": algorithm, "values": values, **{name: _largest(told, name, way) for name in told[0]}}
+        {
+            "algorithm": algorithm,
+            "values": values,
+            **best_of([rank["taken"][way] for rank in told]),
+            "sent_bytes": max(rank["sent"][way] for rank in told),
+        }
         for way, (algorithm, values) in enumerate(WAYS)
     ]
 
 
-def _largest(told: Sequence[dict[str, list[float]]], name: str, way: int) -> float:
-    return max(rank[name][way] for rank in told)
+def best_of(taken: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Of the seconds of each rank in each step, the best step of the slowest rank, which other work on the machine
+    disturbs least; and how many times longer a usual step took."""
+    steps = [max(ranks) for ranks in zip(*taken, strict=True)]
+    return {"seconds": min(steps), "spread": statistics.median(steps) / min(steps)}
 
 
 def _stepper(

@@ -8,6 +8,8 @@ from typing import Any
 from .findings import OK, WARNING, Finding, World, ranks
 from .pays import DENSE
 
+UNSTEADY = 2.0
+"""A usual step that takes so many times longer than the best one tells of other work on the machine."""
 PAYS = 1.1
 """Times faster that a sparse step must be: less is within what two measurements differ by."""
 SLOW = 4.0
@@ -67,6 +69,7 @@ def whether_it_pays(world: World) -> Finding:
     lines = [
         *_scaled(asked.params, result["entries"]),
         *(_line(way, dense) for way in result["ways"]),
+        *_unsteady(result["ways"]),
     ]
     gain = dense["seconds"] / best["seconds"]
     if gain >= PAYS:
@@ -80,6 +83,12 @@ def _scaled(params: int, entries: int) -> list[str]:
     if entries == params:
         return []
     return [f"measured on {entries:,} of {params:,} entries, and what grows with them is scaled"]
+
+
+def _unsteady(ways: list[dict[str, Any]]) -> list[str]:
+    spread = max(way["spread"] for way in ways)
+    busy = f"steps took up to {spread:.1f} times longer than these: believe it when the machine is quiet"
+    return [busy] if spread > UNSTEADY else []
 
 
 def _line(way: dict[str, Any], dense: dict[str, Any]) -> str:
