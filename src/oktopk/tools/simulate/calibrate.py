@@ -11,7 +11,7 @@ from oktopk.tools.lab import Lab
 from .network import Network
 from .processes import run_all
 
-_TIMEOUT = 120.0
+_TIMEOUT = 300.0
 _MODULE = "oktopk.tools.simulate.shifts"
 
 
