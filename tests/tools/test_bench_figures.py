@@ -26,7 +26,7 @@ def three_ranks(interface: int | None = 1000) -> list[dict[str, list[Turn]]]:
         {
             "backward": [Turn(0.5, 0.25, interface) for _ in steps],
             "ddp": [Turn(10 * step + rank, 3.0, interface) for step in steps],
-            "oktopk": [Turn(step + rank, step, interface, reduced(step)) for step in steps],
+            "oktopk": [Turn(step + rank, step, interface, reduced(step, modelled=9)) for step in steps],
             "dense": [Turn(step, step, interface, reduced(1.0, modelled=500)) for step in steps],
         }
         for rank in range(3)
@@ -73,6 +73,7 @@ def test_it_is_said_who_counted_the_bytes() -> None:
         "oktopk": (600.0, "metered"),
         "dense": (600.0, "modelled"),
     }
+    assert known["oktopk"]["modelled_bytes"] == 9
     assert {record["interface_bytes"] for record in known.values()} == {1000.0}
 
 

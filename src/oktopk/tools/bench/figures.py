@@ -43,6 +43,7 @@ def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]])
         "cpu_seconds": _typical(ranks, lambda turn: turn.cpu_seconds),
         "sent_bytes": sent,
         "sent_bytes_source": source,
+        "modelled_bytes": _mean(ranks, lambda turn: turn.reduced.modelled_bytes),
         "interface_bytes": interface,
         "exposed_seconds": _typical(ranks, lambda turn: turn.reduced.exposed),
         "hidden_share": _typical(ranks, lambda turn: turn.reduced.hidden_share),
@@ -52,12 +53,12 @@ def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]])
 
 
 def _sent(ranks: Sequence[Sequence[Turn]], interface: float | None) -> tuple[float | None, str | None]:
-    """Bytes per rank and step, and who says so."""
+    """Bytes per rank and step, and who says so of most of them."""
     metered = _mean(ranks, lambda turn: turn.reduced.sent_bytes)
     if metered is None:
         return interface, None if interface is None else INTERFACE
-    modelled = _mean(ranks, lambda turn: turn.reduced.modelled_bytes)
-    return metered, MODELLED if modelled else METERED
+    modelled = _mean(ranks, lambda turn: turn.reduced.modelled_bytes) or 0.0
+    return metered, MODELLED if modelled > metered / 2 else METERED
 
 
 def _stages(ranks: Sequence[Sequence[Turn]]) -> dict[str, float] | None:
