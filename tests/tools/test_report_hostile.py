@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ lines = st.fixed_dictionaries(
 def test_anything_can_be_in_the_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: list[Any], plan: Any, result: Any
 ) -> None:
-    monkeypatch.setattr("oktopk.tools.report.page._plotly", lambda: "")
+    monkeypatch.setattr(import_module("oktopk.tools.report.page"), "_plotly", lambda: "")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     (tmp_path / "result.json").write_text(json.dumps(result))

@@ -71,7 +71,7 @@ def _density(means: Mapping[str, Any], phase: str) -> str:
 def _bytes(run: Run, means: Mapping[str, Any], phase: str) -> str:
     sent, dense = means["sent_bytes"], means["dense_bytes"]
     ranks = means["sent_bytes_by_rank"]
-    every = f"; the ranks: {byte_text(min(ranks))} to {byte_text(max(ranks))}" if ranks else ""
+    every = f"; all ranks, in ended epochs: {byte_text(min(ranks))} to {byte_text(max(ranks))}" if ranks else ""
     first = f"Rank 0 sent {byte_text(sent)} per {phase} step, mean{every}."
     if run.world == 1:
         return first + " There is no other rank to send to."

@@ -108,7 +108,9 @@ def rows(path: Path, notes: list[str]) -> Iterator[Row]:
     except OSError as error:
         notes.append(f"{path.name} cannot be read to its end: {error.strerror}.")
     if bad:
-        notes.append(f"{len(bad)} lines of {path.name} are no JSON objects and were left out, line {bad[0]} first.")
+        notes.append(
+            f"{len(bad)} lines of {path.name} are no JSON objects and were left out, line {bad[0]} first."
+        )
 
 
 def _parsed(line: bytes) -> Row | None:
