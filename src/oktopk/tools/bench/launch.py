@@ -17,6 +17,7 @@ from typing import IO
 
 import torch.distributed as dist
 
+from oktopk.signals import passing_on
 from oktopk.tools.lab import JobFailed, JobTimeout, Lab, RankResult
 
 from .figures import Record
@@ -27,7 +28,7 @@ _POLL, _GRACE = 0.05, 5.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal other than that of Ctrl-C."""
+    """A signal has ended the ranks on loopback."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -36,39 +37,21 @@ class Interrupted(KeyboardInterrupt):
 
 def measure(plan: Plan, links: Sequence[str]) -> Iterator[list[Record]]:
     """The records of each link, as they come; without links, those of processes on loopback."""
-    with interruptible():
-        if not links:
-            yield json.loads(on_loopback(_command(plan), plan.ranks, plan.timeout, plan.progress))
-            return
-        with Lab(plan.ranks) as lab:
-            for link in links:
-                lab.set_rate(None if link == NO_LIMIT else link)
-                # Rank 0 shows its bar by way of this process, but its records are not for the screen.
-                with contextlib.redirect_stdout(io.StringIO()):
-                    command = _command(replace(plan, link=link))
-                    results = lab.run(command, timeout=plan.timeout, stream=plan.progress)
-                yield json.loads(results[0].stdout)
+    if not links:
+        yield json.loads(on_loopback(_command(plan), plan.ranks, plan.timeout, plan.progress))
+        return
+    with Lab(plan.ranks) as lab:
+        for link in links:
+            lab.set_rate(None if link == NO_LIMIT else link)
+            # Rank 0 shows its bar by way of this process, but its records are not for the screen.
+            with contextlib.redirect_stdout(io.StringIO()):
+                command = _command(replace(plan, link=link))
+                results = lab.run(command, timeout=plan.timeout, stream=plan.progress)
+            yield json.loads(results[0].stdout)
 
 
 def _command(plan: Plan) -> list[str]:
     return [sys.executable, "-m", "oktopk.tools.bench.job", plan.to_json()]
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and the end of the terminal raise, as Ctrl-C does: what was begun is cleared away."""
-
-    def interrupt(number: int, _: object) -> None:
-        raise Interrupted(number)
-
-    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    for number in heeded:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in heeded:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def on_loopback(command: Sequence[str], ranks: int, timeout: float, show: bool = False) -> str:
@@ -84,7 +67,8 @@ def on_loopback(command: Sequence[str], ranks: int, timeout: float, show: bool =
         "GLOO_SOCKET_IFNAME": "lo",
     }
     processes: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as stack:
+    # A signal is noted, and raises nothing: a rank that is being started must not be forgotten.
+    with passing_on(processes) as came, contextlib.ExitStack() as stack:
         outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(ranks)]
         stack.callback(_end, processes)
         for rank, (out, err) in enumerate(outputs):
@@ -97,12 +81,14 @@ def on_loopback(command: Sequence[str], ranks: int, timeout: float, show: bool =
                 start_new_session=True,
             )
             processes.append(process)
-        failed, late = _watch(processes, timeout)
+        failed, late = _watch(processes, timeout, came)
         _end(processes)
         results = [
             RankResult(rank, process.returncode, _text(out), _text(err))
             for rank, (process, (out, err)) in enumerate(zip(processes, outputs, strict=True))
         ]
+    if came:
+        raise Interrupted(came[-1])
     said = "\n".join(results[rank].describe() for rank in failed or late)
     if failed:
         raise JobFailed(said, results)
@@ -111,18 +97,22 @@ def on_loopback(command: Sequence[str], ranks: int, timeout: float, show: bool =
     return results[0].stdout
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple[list[int], list[int]]:
-    """Wait for all: the ranks that failed first, after which the others have a moment to say what they saw, and
-    those that are not done in time."""
+def _watch(
+    processes: Sequence[subprocess.Popen[bytes]], timeout: float, came: Sequence[signal.Signals]
+) -> tuple[list[int], list[int]]:
+    """Wait for all, or for a signal: the ranks that failed first, after which the others have a moment to say
+    what they saw, and those that are not done in time."""
     deadline = time.monotonic() + timeout
     failed: list[int] = []
-    while (
-        running := [rank for rank, process in enumerate(processes) if process.poll() is None]
-    ) and time.monotonic() < deadline:
+    while (running := _running(processes)) and not came and time.monotonic() < deadline:
         if not failed and (failed := _failed(processes)):
             deadline = min(deadline, time.monotonic() + _GRACE)
         time.sleep(_POLL)
     return failed or _failed(processes), running
+
+
+def _running(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    return [rank for rank, process in enumerate(processes) if process.poll() is None]
 
 
 def _failed(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
