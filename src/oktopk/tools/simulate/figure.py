@@ -49,12 +49,17 @@ def draw(path: Path, question: Question, answers: Sequence[Answer]) -> None:
 
 
 def _lines(axes: Any, question: Question, answers: Sequence[Answer], figure: Callable[[Answer], float]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     ranks = sorted(question.ranks)
     for name, mark in zip(question.algorithms, _MARKS, strict=False):
         own = {one.ranks: figure(one) for one in answers if one.algorithm == name}
         axes.plot(ranks, [own[r] or float("nan") for r in ranks], marker=mark, markersize=4, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(ranks, [str(r) for r in ranks])
     axes.set_xlabel("ranks")
     axes.grid(alpha=0.3)

@@ -23,7 +23,8 @@ from .trace import Recorded, Trace
 
 _TIMEOUT = 1200.0
 """Seconds that a rank may wait for a message: all others may have to work, one by one, before it comes."""
-_AGE = 8
+AGE = 8
+"""Steps that a rank goes alone before it is recorded or timed."""
 
 
 class Reducing:
@@ -88,11 +89,11 @@ def record(
         with torch.no_grad():
             recorded = Recorded(comm)
             reducing = Reducing(recorded, algorithm, own_gradients(drawn, comm.rank), density)
-            reducing.age(_AGE)
+            reducing.age(AGE)
             traces = []
             for step in range(1 + skipped + steady):
-                reducing.prepare(_AGE + step)
-                reducing.reduce(_AGE + step)
+                reducing.prepare(AGE + step)
+                reducing.reduce(AGE + step)
                 trace = recorded.take()
                 if step == 0 or step > skipped:
                     traces.append(trace)

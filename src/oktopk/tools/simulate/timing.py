@@ -26,7 +26,7 @@ from oktopk.stopwatch import Stopwatch
 from oktopk.tools.bench.gradients import Gradients
 from oktopk.wire import Tag, ValueCode, decode, encode
 
-from .record import Reducing
+from .record import AGE, Reducing
 
 _STEPS, _SKIPPED, _REPEATS = 9, 2, 9
 _FEW = 64
@@ -48,7 +48,8 @@ def main(task: Mapping[str, Any]) -> dict[str, Any]:
 def _time_steps(name: str, gradients: Gradients, density: float) -> tuple[tuple[float, float], ...]:
     """Seconds before and after communication: of the first step, and the medians of later ones."""
     reducing, taken = Reducing(alone(), find_algorithm(name), gradients, density), []
-    for step in range(_STEPS):
+    reducing.age(AGE)
+    for step in range(AGE, AGE + _STEPS):
         reducing.prepare(step)
         watch, wall, start = Stopwatch(), time.perf_counter(), time.thread_time()
         reducing.reduce(step, watch)
