@@ -30,7 +30,7 @@ bench: $(INSTALLED) ## run the benchmarks one after another
 	$(BIN)/python benchmarks/volume.py
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/digits.py
-	$(BIN)/python benchmarks/links.py
+	$(BIN)/oktopk bench
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

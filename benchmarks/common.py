@@ -1,10 +1,9 @@
-"""What the benchmarks share: gradients that look like gradients, timing, tables, JSON."""
+"""What the benchmarks share: timing, tables, JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import statistics
 import time
@@ -13,34 +12,7 @@ from pathlib import Path
 
 import torch
 
-
-class Gradients:
-    """Heavy-tailed gradients that drift: layers of log-normal scale, a mean that all ranks share, own noise.
-
-    The noise of a step is a window at a random place of one long draw, and a wandering factor scales the whole,
-    so that no two steps are alike; residuals grow as a random walk, and steadily where the mean is large.
-    """
-
-    def __init__(self, size: int, rank: int, seed: int = 0, layers: int = 50) -> None:
-        shared = torch.Generator().manual_seed(seed)
-        own = torch.Generator().manual_seed(1000 * (seed + 1) + rank)
-        edges = torch.linspace(0, size, layers + 1).long()
-        self.scale = torch.randn(layers, generator=shared).exp().repeat_interleave(edges.diff())
-        self.mean = 0.3 * _heavy(size, shared)
-        self.noise = _heavy(2 * size, own)
-        self.offsets = torch.randint(0, size, (4096,), generator=own).tolist()
-        self.buffer = torch.empty(size)
-
-    def at(self, step: int) -> torch.Tensor:
-        """The gradient of a step, in a buffer that the next call reuses."""
-        offset = self.offsets[step % len(self.offsets)]
-        drift = math.exp(0.3 * math.sin(step / 13) + 0.2 * math.sin(step / 5))
-        torch.add(self.mean, self.noise[offset : offset + self.mean.numel()], out=self.buffer)
-        return self.buffer.mul_(self.scale).mul_(drift)
-
-
-def _heavy(size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(size, generator=generator) * torch.randn(size, generator=generator).exp()
+from oktopk.tools.tables import table
 
 
 def seconds(run: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
@@ -66,17 +38,6 @@ def side_by_side(
         for name, run in runs.items():
             times[name].append(seconds(run, 1, before))
     return {name: statistics.median(taken) for name, taken in times.items()}
-
-
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def arguments(description: str, name: str) -> argparse.ArgumentParser:

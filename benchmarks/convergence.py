@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import table
+from oktopk.tools.tables import table
 
 Run = dict[str, Any]
 

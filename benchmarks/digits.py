@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 
 import torch
-from common import arguments, table, write_json
+from common import arguments, write_json
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tqdm import tqdm
 import oktopk
 from oktopk.metrics import SPARSE
 from oktopk.sinks import MemorySink
+from oktopk.tools.tables import table
 
 MOMENTUM = 0.9
 

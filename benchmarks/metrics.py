@@ -14,12 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Gradients, arguments, table, write_json
+from common import arguments, write_json
 
 import oktopk
 from oktopk.metrics import MetricsSink, StepEvent
 from oktopk.sinks import CSVSink, JSONLSink, MemorySink, TensorBoardSink, TraceSink, TrainerLists
 from oktopk.stopwatch import Stopwatch
+from oktopk.tools.bench.gradients import Gradients
+from oktopk.tools.tables import table
 
 HEADERS = ["", "µs per step", "share of a step"]
 BUCKETS = 10

@@ -10,10 +10,12 @@ import time
 from dataclasses import dataclass
 
 import torch
-from common import Gradients, arguments, table, write_json
+from common import arguments, write_json
 
 import oktopk
 from oktopk.algorithms import OkTopk
+from oktopk.tools.bench.gradients import Gradients
+from oktopk.tools.tables import table
 
 
 @dataclass(frozen=True)

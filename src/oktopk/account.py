@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from .channel import Channel
-from .comm import Metered, total
+from .comm import Metered
 from .metrics import ReductionEvent, Seconds, Volume, Wire
 from .stopwatch import Stopwatch
 
@@ -48,26 +48,13 @@ class Account:
         named = {name: self.watch.seconds(name) for name in ("select", "encode", "exchange", "decode")}
         other = max(0.0, stop - self.start - sum(named.values()))
         named["exchange"] -= waited
+        traffic = self.meter.take()
         return ReductionEvent(
             step=self.step, bucket=self.bucket, phase=phase, algorithm=algorithm, volume=volume,
-            wire=wire_of(self.meter), seconds=Seconds(**named, wait=waited, other=other), slowest_rank=slowest,
-            skipped=False, start=self.start, stop=stop, spans=tuple(self.watch.spans),
+            wire=Wire.of(traffic), seconds=Seconds(**named, wait=waited, other=other), slowest_rank=slowest,
+            skipped=False, start=self.start, stop=stop, spans=tuple(self.watch.spans), traffic=traffic,
             **(_NOTHING | {"target_count": self.size} | facts),
         )  # fmt: skip
-
-
-def wire_of(meter: Metered) -> Wire:
-    """What the meter has counted since it was last asked."""
-    traffic = meter.take()
-    everything = total(traffic)
-    return Wire(
-        everything.sent_bytes,
-        everything.received_bytes,
-        everything.sent_messages,
-        everything.received_messages,
-        control_bytes=total(traffic, lambda operation: operation.control).sent_bytes,
-        modelled_bytes=sum(moved.sent_bytes for moved in traffic.values() if moved.modelled),
-    )
 
 
 def lateness(channel: Channel, exchange: float) -> tuple[float, int | None]:

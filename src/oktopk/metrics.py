@@ -7,9 +7,11 @@ a sink after the step's synchronisation finds all of it there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+from .traffic import Operation, Traffic, merge, total
 
 Figures = TypeVar("Figures", bound="Additive")
 
@@ -92,6 +94,18 @@ class Wire(Additive):
     modelled_bytes: int = 0
     """Of the bytes sent, those that were not counted but follow from the ring algorithm."""
 
+    @classmethod
+    def of(cls, traffic: Mapping[Operation, Traffic]) -> Wire:
+        everything = total(traffic)
+        return cls(
+            everything.sent_bytes,
+            everything.received_bytes,
+            everything.sent_messages,
+            everything.received_messages,
+            control_bytes=total(traffic, lambda operation: operation.control).sent_bytes,
+            modelled_bytes=sum(moved.sent_bytes for moved in traffic.values() if moved.modelled),
+        )
+
 
 class Densities:
     """Counts as shares of the whole."""
@@ -145,6 +159,8 @@ class ReductionEvent(Densities):
     stop: float = 0.0
     """When, in seconds of time.perf_counter()."""
     spans: tuple[Span, ...] = ()
+    traffic: Mapping[Operation, Traffic] = field(default_factory=dict, repr=False)
+    """What `wire` sums up, by operation, with the sizes of messages."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +186,10 @@ class StepEvent(Densities):
     """When the last bucket was handed in: the end of backward, as far as the reducer can see."""
     stop: float
     reductions: tuple[ReductionEvent, ...] = field(default=(), repr=False)
+
+    @property
+    def traffic(self) -> dict[Operation, Traffic]:
+        return merge(part.traffic for part in self.reductions)
 
     @property
     def exposed(self) -> float:

@@ -12,6 +12,7 @@ import torch
 from stepping import LAYOUTS, SHAPES, SIZE, SPARSE, gradients, on_ranks, reducer_on
 
 import oktopk
+from oktopk.metrics import StepEvent
 from oktopk.sinks import MemorySink
 
 ALGORITHMS = list(oktopk.ALGORITHMS)
@@ -39,6 +40,28 @@ def test_every_step_has_its_three_figures(algorithm: str, layout: str) -> None:
         assert list(zip(*lists, strict=True)) == expected
 
     on_ranks(2, job)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_operations_add_up_to_the_bytes_of_the_step(algorithm: str, layout: str) -> None:
+    """A message that is sent somewhere arrives somewhere, and has a size."""
+
+    def job(comm: oktopk.Communicator) -> list[StepEvent]:
+        memory = MemorySink()
+        with reducer_on(comm, algorithm, buckets=LAYOUTS[layout], warmup_steps=1, sinks=[memory]) as reducer:
+            for step in range(3):
+                reducer.sync(gradients(comm.rank, step))
+        return memory.steps
+
+    for events in zip(*on_ranks(3, job), strict=True):
+        for event in events:
+            moved = event.traffic.values()
+            assert event.wire.sent_bytes == sum(traffic.sent_bytes for traffic in moved) > 0
+            counted = [traffic for traffic in moved if not traffic.modelled]
+            assert all(sum(traffic.sizes.values()) == traffic.sent_messages for traffic in counted)
+        sent, received = (sum(getattr(e.wire, f"{way}_bytes") for e in events) for way in ("sent", "received"))
+        assert sent == received
 
 
 @pytest.mark.parametrize("algorithm", SPARSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import math
 import re
@@ -83,6 +84,10 @@ def test_9_10_the_plan_and_the_transition_are_said(ten_epochs: Ran) -> None:
     assert said.count("step 128 (epoch 9): the sparse phase begins") == 1
     assert "never" not in said
     assert "plan: 140 steps: 128 dense warm-up, 12 sparse; sparse starts in epoch 9" in said
+    plan = json.loads((ten_epochs.folder / "plan.json").read_text())
+    expected = {"steps": 140, "dense_steps": 128, "sparse_steps": 12, "first_sparse_epoch": 9, "warning": None}
+    assert {name: plan[name] for name in expected} == expected
+    assert f"plan: {plan['sentence']}" in said
 
 
 def test_1_figures_of_both_phases_are_right_at_every_step(ten_epochs: Ran) -> None:

@@ -90,13 +90,17 @@ def test_17_the_summary_is_over_all_ranks_and_names_the_slowest() -> None:
         figures = StepFigures(step, 0, 0.01, "dense", loss, 0 if loss is None else 24, skipped=loss is None)
         figures.step_seconds = 2.0
         phases.add(figures, row)
-    ranks = [RankEpoch(compute, 0.2, 0.1, compute + 1, 10**9 * rank, 0) for rank, compute in enumerate((1, 4, 1))]
+    ranks = [
+        RankEpoch(compute, 0.2, 0.1, compute + 1, 10**9 * rank, 0, {"dense": 100.0 * rank})
+        for rank, compute in enumerate((1, 4, 1))
+    ]
     epoch = EpochFigures.of(7, 0.01, phases, ranks)
     assert (epoch.epoch, epoch.steps, epoch.skipped, epoch.loss, epoch.samples) == (7, 3, 1, 3.0, 48)
     assert (epoch.slowest_rank, epoch.slowest_ratio) == (1, 2.0)
     assert (epoch.compute_seconds, epoch.data_seconds, epoch.exposed_seconds) == pytest.approx((2.0, 0.2, 0.1))
     assert (epoch.step_seconds, epoch.memory_bytes) == (5, 2 * 10**9)
     assert epoch.samples_per_second == 48 / 6
+    assert epoch.sent_bytes == {"dense": [0.0, 100.0, 200.0]}
 
 
 @pytest.mark.parametrize(("world", "steps"), [(1, 7), (2, 3), (3, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from oktopk.metrics import SPARSE, StepEvent
 from oktopk.sinks import CSVSink, JSONLSink, Sink, flat_reduction, flat_step
 from oktopk.sinks.csvfile import COLUMNS
+from oktopk.sinks.flat import flat_traffic
+from oktopk.traffic import Operation, Traffic
 
 each_file = pytest.mark.parametrize("make", FILES.values(), ids=FILES.keys())
 
@@ -70,8 +73,12 @@ def test_lines_are_strict_json_and_agree_with_the_events(
     with JSONLSink(path) as sink:
         for event in events:
             sink.emit(event)
-    expected = [row for event in events for row in (*map(flat_reduction, event.reductions), flat_step(event))]
-    assert lines(path) == expected
+    expected = [
+        row
+        for event in events
+        for row in (*map(flat_reduction, event.reductions), flat_step(event) | {"traffic": flat_traffic(event)})
+    ]
+    assert lines(path) == json.loads(json.dumps(expected))  # where keys are strings
 
 
 @given(events=st.lists(steps(), max_size=4))
@@ -91,6 +98,7 @@ def test_tables_agree_with_the_lines(tmp_path_factory: pytest.TempPathFactory, e
         wanted = [line for line in lines(folder / "run.jsonl") if line["event"] == of]
         assert len(rows) == len(wanted)
         for row, line in zip(rows, wanted, strict=True):
+            line.pop("traffic", None)  # no table has room for it
             assert row.keys() == line.keys()
             assert all(same_cell(row[name], line[name]) for name in line), (row, line)
 
@@ -104,6 +112,24 @@ def test_a_number_that_is_not_finite_is_null_and_an_empty_cell(tmp_path: Path) -
     part, whole = lines(tmp_path / "a.jsonl")
     assert (part["threshold"], part["residual_norm"], whole["residual_norm"]) == (None, None, None)
     assert table(tmp_path / "a.csv")[0]["residual_norm"] == ""
+
+
+def test_the_traffic_of_a_step_is_that_of_its_buckets(tmp_path: Path) -> None:
+    gather, sizes = Operation("all_gather", "winners"), Operation("all_gather", "sizes", control=True)
+    parts = [
+        {gather: Traffic(10, 20, 1, 2, 0.5, sizes={3: 1})},
+        {gather: Traffic(9, sizes={3: 1}), sizes: Traffic(8)},
+    ]
+    event = step(reductions=[reduction(bucket=i, traffic=part) for i, part in enumerate(parts)])
+    with JSONLSink(tmp_path / "a.jsonl") as sink:
+        sink.emit(event)
+    told = lines(tmp_path / "a.jsonl")[-1]["traffic"]
+    assert [(row["operation"], row["stage"], row["control"], row["sent_bytes"]) for row in told] == [
+        ("all_gather", "winners", False, 19),
+        ("all_gather", "sizes", True, 8),
+    ]
+    assert told[0]["sizes"] == {"3": 2}
+    assert (told[0]["received_bytes"], told[0]["seconds"], told[0]["modelled"]) == (20, 0.5, False)
 
 
 # All files.

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from oktopk import __version__
 
-from . import data, jobscript, sweep, train
+from . import bench, data, doctor, jobscript, report, simulate, sweep, train
 
-COMMANDS = (train, sweep, data, jobscript)
+COMMANDS = (train, sweep, report, bench, simulate, doctor, data, jobscript)
 """A command is a module with NAME, HELP, add_arguments(parser) and run(options), which returns the exit code."""
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from oktopk.errors import OkTopkError
 from oktopk.tools import sweep as tool
+from oktopk.tools.tables import table
 from oktopk.train.config import OPTIONS, ConfigError, parse
 from oktopk.train.launch import find_place
 from oktopk.train.origins import resolve
@@ -128,9 +129,7 @@ def text(report: dict[str, Any]) -> str:
     figures["step_ms"] = "{:.1f}".format
     titles = ["phase", *(_TITLES.get(name, name) for name in figures)]
     of_run = _OF_RUN | {"phase": str} | figures
-    parts = [
-        _table([*_OF_RUN, *titles], [[_cell(one.get(n), form) for n, form in of_run.items()] for one in rows])
-    ]
+    parts = [table([*_OF_RUN, *titles], [[_cell(one.get(n), form) for n, form in of_run.items()] for one in rows])]
     if groups:
         of_seeds = _OF_SEEDS | {"phase": str}
         means = [
@@ -138,7 +137,7 @@ def text(report: dict[str, Any]) -> str:
             + [_spread(one["figures"].get(name), form) for name, form in figures.items()]
             for one in groups
         ]
-        parts.append("mean ± standard deviation over seeds\n" + _table([*_OF_SEEDS, *titles], means))
+        parts.append("mean ± standard deviation over seeds\n" + table([*_OF_SEEDS, *titles], means))
     if failed := [f"  {one['run']}: {one['problem']}" for one in rows if one["problem"]]:
         parts.append("\n".join(["failed:", *failed]))
     return "\n\n".join(parts)
@@ -152,12 +151,3 @@ def _spread(figure: dict[str, Any] | None, form: Form) -> str:
     if figure is None:
         return "–"
     return form(figure["mean"]) + ("" if figure["std"] is None else f" ± {form(figure['std'])}")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *rows)
-    ]
-    return "\n".join(lines)

@@ -7,10 +7,11 @@ import os
 import torch.distributed as dist
 
 from ..errors import CommError
+from ..traffic import Operation, Traffic, total
 from .agreement import agree, gather_json
-from .base import DEFAULT_TIMEOUT, Communicator, Operation, Pending, pack, packed_bytes, unpack
+from .base import DEFAULT_TIMEOUT, Communicator, Pending, pack, packed_bytes, unpack
 from .group import GroupCommunicator
-from .metered import Metered, Traffic, total
+from .metered import Metered
 from .mpi import MPICommunicator
 from .threads import ThreadCommunicator, alone, run_threads
 

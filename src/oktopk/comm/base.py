@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol, final
 
 import numpy as np
@@ -23,23 +22,12 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, WireError
+from ..traffic import Operation
 
 DEFAULT_TIMEOUT = 300.0
 _LENGTH = struct.Struct("<Q")
 _WINDOW = 8
 """How many pairs of an all-to-all are in flight at once: enough to keep the link busy while one is summed."""
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What a message belongs to: for the meter, and for errors that say where they happened."""
-
-    name: str
-    phase: str
-    control: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.phase})"
 
 
 class Pending(Protocol):

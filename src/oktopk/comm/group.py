@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import Aborted, CommError, CommTimeout, OkTopkError
-from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
+from ..traffic import Operation
+from .base import DEFAULT_TIMEOUT, Communicator, trim
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, CommTimeout
-from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
+from ..traffic import Operation
+from .base import DEFAULT_TIMEOUT, Communicator, trim
 
 _SPINS = 50
 _LONGEST_SLEEP = 0.001

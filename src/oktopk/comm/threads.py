@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import Aborted, CommError, CommTimeout
-from .base import DEFAULT_TIMEOUT, Communicator, Operation, trim
+from ..traffic import Operation
+from .base import DEFAULT_TIMEOUT, Communicator, trim
 
 T = TypeVar("T")
 _FAREWELL = 5.0
@@ -30,8 +32,9 @@ class _Mailbox:
 class _World:
     """What the ranks share: a mailbox each, and the first failure."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, in_turns: bool = False) -> None:
         self.boxes = [_Mailbox(size) for _ in range(size)]
+        self.turn = threading.Lock() if in_turns else None
         self.failed: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
 
@@ -42,6 +45,18 @@ class _World:
         for box in self.boxes:
             with box.changed:
                 box.changed.notify_all()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let others have their turn meanwhile."""
+        if self.turn is None:
+            yield
+            return
+        self.turn.release()
+        try:
+            yield
+        finally:
+            self.turn.acquire()
 
     def check(self, operation: Operation) -> None:
         if self.failed is not None:
@@ -113,7 +128,9 @@ class ThreadCommunicator(Communicator):
     def take(self, peer: int, deadline: float, operation: Operation) -> Tensor:
         box = self._shared.boxes[self.rank]
         queue = box.queues[peer]
-        with box.changed:
+        if queue:  # nobody else takes from it
+            return queue.popleft()
+        with self._shared.idle(), box.changed:
             box.changed.wait_for(
                 lambda: queue or self._shared.failed, timeout=max(0.0, deadline - time.monotonic())
             )
@@ -128,10 +145,13 @@ def alone() -> ThreadCommunicator:
     return ThreadCommunicator(_World(1), 0)
 
 
-def run_threads(world: int, fn: Callable[[Communicator], T], timeout: float = 60.0) -> list[T]:
+def run_threads(
+    world: int, fn: Callable[[Communicator], T], timeout: float = 60.0, *, in_turns: bool = False
+) -> list[T]:
     """Call fn(comm) on `world` ranks, each a thread of this process; the results in rank order.
 
-    A rank that raises ends all the others at their next communication, and its error is raised here.
+    A rank that raises ends all the others at their next communication, and its error is raised here. With
+    `in_turns`, one rank runs at a time, until it waits: hundreds of threads get more done if they do not quarrel.
 
     >>> import torch
     >>> def total(comm):
@@ -143,12 +163,13 @@ def run_threads(world: int, fn: Callable[[Communicator], T], timeout: float = 60
     """
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}")
-    shared = _World(world)
+    shared = _World(world, in_turns)
     results: dict[int, T] = {}
 
     def run(rank: int) -> None:
         try:
-            results[rank] = fn(ThreadCommunicator(shared, rank, timeout))
+            with shared.turn or nullcontext():
+                results[rank] = fn(ThreadCommunicator(shared, rank, timeout))
         except BaseException as error:  # handed to the caller below, whatever it is
             shared.abort(rank, error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..metrics import ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
@@ -45,6 +46,14 @@ def flat_reduction(event: ReductionEvent) -> Row:
         }
     )
     return row
+
+
+def flat_traffic(event: StepEvent) -> list[dict[str, Any]]:
+    """What each operation moved. `sizes` counts messages by powers of two: "12" those of [4096, 8192) bytes."""
+    return [
+        {"operation": operation.name, "stage": operation.phase, "control": operation.control, **asdict(moved)}
+        for operation, moved in event.traffic.items()
+    ]
 
 
 def _shared(event: StepEvent | ReductionEvent) -> Row:

@@ -10,7 +10,7 @@ from typing import Any
 from ..metrics import StepEvent
 from .base import Sink
 from .files import LineFile
-from .flat import flat_reduction, flat_step
+from .flat import flat_reduction, flat_step, flat_traffic
 
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 """Strict JSON on one line."""
@@ -25,7 +25,8 @@ def parses(line: bytes) -> bool:
 
 
 class JSONLSink(Sink):
-    """One line per reduction, then one for their step: where a step stands, all of it stands.
+    """One line per reduction, then one for their step: where a step stands, all of it stands. The step's line has
+    its traffic, too: what each operation moved, with the sizes of messages.
 
     An existing file is continued. A run that resumes from a checkpoint repeats the steps since then: of two
     lines for the same step, the later one counts.
@@ -37,7 +38,7 @@ class JSONLSink(Sink):
         self.path = self._file.path
 
     def _write(self, event: StepEvent) -> None:
-        rows = [*map(flat_reduction, event.reductions), flat_step(event)]
+        rows = [*map(flat_reduction, event.reductions), flat_step(event) | {"traffic": flat_traffic(event)}]
         self._file.write("".join(encode(row) + "\n" for row in rows))
 
     def add(self, event: str, step: int, row: Mapping[str, Any]) -> None:

@@ -125,9 +125,12 @@ class RankEpoch:
     step_seconds: float
     memory_bytes: int
     gpu_bytes: int
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    """For each phase, the mean over its steps."""
 
     @staticmethod
-    def of(sums: Sums) -> RankEpoch:
+    def of(phases: Phases) -> RankEpoch:
+        sums = phases.total
         return RankEpoch(
             compute_seconds=sums.mean("forward_seconds") + sums.mean("backward_seconds"),
             data_seconds=sums.mean("data_seconds"),
@@ -135,6 +138,7 @@ class RankEpoch:
             step_seconds=sums.mean("step_seconds"),
             memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB,
             gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            sent_bytes={phase: sums.mean("sent_bytes") for phase, sums in phases.sums.items()},
         )
 
 
@@ -161,6 +165,8 @@ class EpochFigures:
     """The rank whose forward and backward took longest."""
     slowest_ratio: float
     """Its time over the mean."""
+    sent_bytes: Mapping[str, Sequence[float]]
+    """For each phase, what a step sent, rank by rank."""
     phases: Mapping[str, Mapping[str, float | None]]
 
     @staticmethod
@@ -186,5 +192,6 @@ class EpochFigures:
             gpu_bytes=max(rank.gpu_bytes for rank in ranks),
             slowest_rank=slowest,
             slowest_ratio=compute[slowest] / mean if mean else 1.0,
+            sent_bytes={phase: [rank.sent_bytes.get(phase, 0.0) for rank in ranks] for phase in phases.sums},
             phases=phases.rows(),
         )

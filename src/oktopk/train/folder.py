@@ -1,6 +1,7 @@
 """The folder of a run: what it was told, what happened, and where it can go on.
 
 config.toml      every option with its origin; --config takes it
+plan.json        what it will do: steps, warm-up, bytes to be expected
 metrics.jsonl    a line for each reduction, step, epoch and validation
 timing.csv       a row for each step: where its time went
 events.out.…     the same for TensorBoard
@@ -30,7 +31,7 @@ from .config import ConfigError, TrainConfig
 from .figures import StepFigures
 from .origins import Resolved, as_toml
 
-CONFIG, RESULT, CHECKPOINTS = "config.toml", "result.json", "checkpoints"
+CONFIG, PLAN, RESULT, CHECKPOINTS = "config.toml", "plan.json", "result.json", "checkpoints"
 METRICS, TIMING = "metrics.jsonl", "timing.csv"
 _FROM_REDUCER = (
     *("select_seconds", "encode_seconds", "exchange_seconds", "decode_seconds", "wait_seconds"),
@@ -101,10 +102,16 @@ class RunFolder:
         numbers = {f"{kind}/{name}": x for name, x in clean.items() if isinstance(x, (int, float))}
         self._board.add(step, numbers)
 
+    def plan(self, row: Mapping[str, Any]) -> None:
+        self._write_json(PLAN, row)
+
     def result(self, row: Mapping[str, Any]) -> None:
+        self._write_json(RESULT, row)
+
+    def _write_json(self, name: str, row: Mapping[str, Any]) -> None:
         if self._writes:
             text = json.dumps(finite(row), indent=2, allow_nan=False) + "\n"
-            write_atomically(self.path / RESULT, text.encode())
+            write_atomically(self.path / name, text.encode())
 
     def no_result(self) -> None:
         """The run goes on: what it had come to before is no longer its result."""

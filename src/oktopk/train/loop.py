@@ -209,7 +209,7 @@ class Trainer:
             entries.clear()
 
     def summarise(self, epoch: int) -> None:
-        mine = asdict(RankEpoch.of(self.in_epoch.total))
+        mine = asdict(RankEpoch.of(self.in_epoch))
         ranks = [RankEpoch(**said) for said in self._ask(lambda comm: gather_json(comm, mine, "epoch"))]
         figures = EpochFigures.of(epoch, self._lr_at(epoch, self.done.in_epoch - 1), self.in_epoch, ranks)
         self.folder.record("epoch", self.done.step, asdict(figures))

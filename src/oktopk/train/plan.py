@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from oktopk.metrics import ENTRY_BYTES
 from oktopk.schedule import RAMP_FROM
@@ -60,6 +61,13 @@ class Plan:
             return f"{self.steps} steps: all dense warm-up, 0 sparse"
         begin = f"sparse starts in epoch {self.first_sparse_epoch}"
         return f"{self.steps} steps: {self.dense_steps} dense warm-up, {self.sparse_steps} sparse; {begin}"
+
+    def row(self) -> dict[str, Any]:
+        derived = {
+            name: getattr(self, name) for name in ("steps", "dense_steps", "sparse_steps", "first_sparse_epoch")
+        }
+        said = {"sentence": self.sentence(), "volume": self.volume(), "warning": self.warning()}
+        return asdict(self) | derived | said
 
     def warning(self) -> str | None:
         if not self.never_sparse:

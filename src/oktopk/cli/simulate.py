@@ -1,0 +1,187 @@
+"""How would it scale? Time and bytes of a reduction on P ranks, from real messages and a model of the network.
+
+    oktopk simulate --ranks 2..1024 --params 25M --density 0.01 --net 10gbit:50us
+    oktopk simulate --ranks 2,3,5 --algorithms dense,topka,oktopk --figure simulate.png
+    oktopk simulate --ranks 2..64 --calibrate 1gbit
+
+The algorithms themselves run on P ranks, which are threads of this process, with a smaller tensor; their messages
+are recorded, scaled to --params, and replayed on the network. The work of a rank is measured on this machine. What
+is measured and what is modelled is said below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from oktopk.algorithms import ALGORITHMS
+from oktopk.errors import OkTopkError
+from oktopk.tools import simulate as tool
+from oktopk.tools.lab import lab_problem, parse_rate
+
+from .complaint import complain
+
+NAME, HELP = "simulate", "how a reduction would scale to P ranks, from real messages and a model of the network"
+MOST = 1024
+"""A step has P² messages, and all ranks are threads of this process."""
+_LOOPBACK = "loopback"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    every = ",".join(ALGORITHMS)
+    parser.add_argument(
+        "--ranks",
+        default="2..64",
+        metavar="LIST",
+        help="like 2,3,5; 2..64 are the powers of two (default: 2..64)",
+    )
+    parser.add_argument("--params", default="25M", metavar="N", help="entries of the tensor (default: 25M)")
+    parser.add_argument("--density", default="0.01", metavar="X", help="of what a rank sends (default: 0.01)")
+    parser.add_argument(
+        "--net", default="10gbit:50us", metavar="RATE:LATENCY", help="of every rank's link (default: 10gbit:50us)"
+    )
+    parser.add_argument(
+        "--calibrate", nargs="?", const=_LOOPBACK, metavar="RATE",
+        help="measure the link instead: between two hosts in network namespaces at this rate, like 1gbit (needs "
+        "root), or, without a rate or root, on the loopback of this machine",
+    )  # fmt: skip
+    parser.add_argument("--algorithms", default=every, metavar="A,B,…", help=f"(default: {every})")
+    parser.add_argument("--ranks-per-core", default="1", metavar="N", help="ranks that share a core (default: 1)")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it, like simulate.png")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        question, ranks_per_core = _question(options)
+    except tool.SimulationError as error:
+        complain(NAME, error)
+        return 2
+    try:
+        report = _simulate(options, question, ranks_per_core)
+    except (OkTopkError, OSError) as error:
+        complain(NAME, error)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    print(json.dumps(report, indent=2) if options.json else tool.text(report))
+    return 0
+
+
+def _simulate(options: argparse.Namespace, question: tool.Question, ranks_per_core: int) -> dict[str, Any]:
+    link = tool.GIVEN
+    if options.calibrate:
+        network, link = _calibrate(options.calibrate)
+        question = replace(question, network=network)
+    with Progress(len(question.ranks) * len(question.algorithms)) as progress:
+        progress.say("measuring what work costs on this machine")
+        costs = tool.measure(question.algorithms, question.size, question.density, ranks_per_core)
+        answers = tool.simulate(question, costs, progress.step)
+    if options.figure:
+        tool.draw(options.figure, question, answers)
+    return tool.report(question, costs, answers, link)
+
+
+class Progress:
+    """One line that changes, on a terminal only."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.say("")
+
+    def say(self, words: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+
+    def step(self, words: str) -> None:
+        full = 24 * self.done // self.total
+        self.say(f"[{'#' * full}{'.' * (24 - full)}] {self.done}/{self.total}  {words}")
+        self.done += 1
+
+
+def _calibrate(rate: str) -> tuple[tool.Network, str]:
+    if rate == _LOOPBACK:
+        return tool.calibrate_loopback(), "measured on the loopback"
+    if problem := lab_problem():
+        print(f"oktopk {NAME}: measuring the loopback instead of {rate}: {problem}", file=sys.stderr)
+        return tool.calibrate_loopback(), "measured on the loopback"
+    return tool.calibrate_lab(rate), f"measured between two hosts in namespaces at {rate}"
+
+
+# Options.
+
+
+def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
+    names = [name.strip() for name in options.algorithms.split(",")]
+    for name in names:
+        if name not in ALGORITHMS:
+            raise tool.SimulationError(f"unknown algorithm {name!r}: choose among {', '.join(ALGORITHMS)}")
+    if options.figure:
+        tool.check_drawable(options.figure)
+    size, density = count(options.params), _number("--density", options.density, float)
+    if not 0 < density <= 1:
+        raise tool.SimulationError(f"--density must be in (0, 1], got {options.density}")
+    if size * density < 1:
+        raise tool.SimulationError(f"--density {options.density} of {size} parameters is less than one entry")
+    if options.calibrate not in (None, _LOOPBACK):
+        _check_rate(options.calibrate)
+    each = _number("--ranks-per-core", options.ranks_per_core, int)
+    if not 1 <= each <= 64:
+        raise tool.SimulationError(f"--ranks-per-core must be in 1..64, got {each}")
+    network = tool.parse_network(options.net)
+    return tool.Question(ranks(options.ranks), list(dict.fromkeys(names)), size, density, network), each
+
+
+def _check_rate(rate: str) -> None:
+    try:
+        parse_rate(rate)
+    except ValueError as error:
+        raise tool.SimulationError(f"--calibrate: {error}") from error
+
+
+def _number(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise tool.SimulationError(f"{name} must be a number, got {text!r}") from error
+
+
+def count(text: str) -> int:
+    """
+    >>> count("25M"), count("27,569,568"), count("1.5B")
+    (25000000, 27569568, 1500000000)
+    """
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper())
+    size = _number("--params", text.replace(",", "")[: -1 if unit else None], float) * (unit or 1)
+    if not 1 <= size < 2**40:
+        raise tool.SimulationError(f"--params must be a number of entries, like 25M, got {text!r}")
+    return int(size)
+
+
+def ranks(text: str) -> list[int]:
+    """
+    >>> ranks("2..16"), ranks("2,3,5"), ranks("1,4..8")
+    ([2, 4, 8, 16], [2, 3, 5], [1, 4, 8])
+    """
+    found: set[int] = set()
+    for word in text.split(","):
+        low, mark, high = word.partition("..")
+        first, last = (_number("--ranks", edge, int) for edge in (low, high if mark else low))
+        if not 1 <= first <= last <= MOST:
+            raise tool.SimulationError(f"--ranks must be in 1..{MOST}, like 2..64 or 2,3,5, got {word!r}")
+        powers = [1 << e for e in range(MOST.bit_length()) if first <= 1 << e <= last]
+        if mark and not powers:
+            raise tool.SimulationError(f"--ranks {word}: there is no power of two in between")
+        found.update(powers if mark else [first])
+    return sorted(found)

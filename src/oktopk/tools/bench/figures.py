@@ -1,0 +1,77 @@
+"""From the turns of all ranks to one record per contender."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .contenders import Turn
+from .plan import BACKWARD, DDP, Plan
+
+Record = dict[str, Any]
+METERED, MODELLED, INTERFACE = "metered", "modelled", "interface"
+
+
+def records(plan: Plan, params: int, of_ranks: Sequence[Mapping[str, Sequence[Turn]]]) -> list[Record]:
+    """A step takes as long as on its slowest rank; all else is the mean over the ranks, and then the median over
+    the steps. Bytes and stages, which add up, are means."""
+    found = [_record(plan, params, name, [turns[name] for turns in of_ranks]) for name in plan.names]
+    medians = {record["name"]: record["median_step_seconds"] for record in found}
+    for record in found:
+        own = record["median_step_seconds"]
+        record["ddp_over_it"] = medians[DDP] / own if DDP in medians else None
+        record["above_backward_seconds"] = own - medians[BACKWARD] if BACKWARD in medians else None
+    return found
+
+
+def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]]) -> Record:
+    slowest = [max(turn.seconds for turn in step) for step in zip(*ranks, strict=True)]
+    interface = _mean(ranks, lambda turn: turn.interface_bytes)
+    sent, source = _sent(ranks, interface)
+    return {
+        "name": name,
+        "link": plan.link,
+        "ranks": plan.ranks,
+        "model": plan.model,
+        "params": params,
+        "density": plan.density,
+        "values": plan.values,
+        "steps": len(slowest),
+        "median_step_seconds": statistics.median(slowest),
+        "best_step_seconds": min(slowest),
+        "cpu_seconds": _typical(ranks, lambda turn: turn.cpu_seconds),
+        "sent_bytes": sent,
+        "sent_bytes_source": source,
+        "modelled_bytes": _mean(ranks, lambda turn: turn.reduced.modelled_bytes),
+        "interface_bytes": interface,
+        "exposed_seconds": _typical(ranks, lambda turn: turn.reduced.exposed),
+        "hidden_share": _typical(ranks, lambda turn: turn.reduced.hidden_share),
+        "stage_seconds": _stages(ranks),
+        "step_seconds": slowest,
+    }
+
+
+def _sent(ranks: Sequence[Sequence[Turn]], interface: float | None) -> tuple[float | None, str | None]:
+    """Bytes per rank and step, and who says so of most of them."""
+    metered = _mean(ranks, lambda turn: turn.reduced.sent_bytes)
+    if metered is None:
+        return interface, None if interface is None else INTERFACE
+    modelled = _mean(ranks, lambda turn: turn.reduced.modelled_bytes) or 0.0
+    return metered, MODELLED if modelled > metered / 2 else METERED
+
+
+def _stages(ranks: Sequence[Sequence[Turn]]) -> dict[str, float] | None:
+    told = [turn.reduced.stages for rank in ranks for turn in rank if turn.reduced.stages is not None]
+    return {stage: statistics.fmean(one[stage] for one in told) for stage in told[0]} if told else None
+
+
+def _mean(ranks: Sequence[Sequence[Turn]], figure: Callable[[Turn], float | None]) -> float | None:
+    known = [value for rank in ranks for turn in rank if (value := figure(turn)) is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _typical(ranks: Sequence[Sequence[Turn]], figure: Callable[[Turn], float | None]) -> float | None:
+    means = [_mean([step], figure) for step in zip(*ranks, strict=True)]
+    known = [mean for mean in means if mean is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,125 @@
+"""What is to be measured, as every rank is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from oktopk.algorithms import ALGORITHMS
+from oktopk.errors import OkTopkError
+from oktopk.wire import VALUE_CODES
+
+from .workloads import MODELS
+
+BACKWARD, DDP, FP16, BF16, POWERSGD = "backward", "ddp", "ddp-fp16", "ddp-bf16", "powersgd"
+REFERENCES = (BACKWARD, DDP)
+"""What others are compared with: the floor, and what one would do without any of this."""
+CONTENDERS = {
+    BACKWARD: "backward alone: nothing is sent",
+    DDP: "DDP as it is",
+    FP16: "DDP with torch's fp16_compress_hook",
+    BF16: "DDP with torch's bf16_compress_hook",
+    POWERSGD: "DDP with torch's powerSGD_hook, rank 1, one bucket",
+    **{name: f"DDP with the hook of oktopk, {name}" for name in ALGORITHMS},
+}
+_COPIES = {POWERSGD: 4, FP16: 2, BF16: 2, BACKWARD: 1, DDP: 1, "dense": 2}
+"""Of the gradient that a contender has in memory; sparse algorithms have a residual and a work buffer besides."""
+_SPARSE_COPIES, _SHARED_COPIES, _PROCESS_BYTES = 3, 8, 400e6
+_SHARE_OF_MEMORY = 0.8
+
+
+class BenchError(OkTopkError, ValueError):
+    """Something that cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One measurement on one link. `groups` are contenders that are in memory together and take turns."""
+
+    groups: tuple[tuple[str, ...], ...]
+    ranks: int
+    link: str | None = None
+    """The rate of the links of a lab, or "none" for no limit; None for processes on loopback."""
+    model: str = "resnet50-shapes"
+    params: int = MODELS["resnet50-shapes"][0]
+    density: float = 0.01
+    values: str = "fp32"
+    bucket_mb: float | None = None
+    steps: int = 15
+    timeout: float = 1800.0
+    """Seconds for the whole."""
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name not in CONTENDERS:
+                raise BenchError(f"unknown contender {name!r}: choose from {', '.join(CONTENDERS)}")
+        if self.model not in MODELS:
+            raise BenchError(f"unknown model {self.model!r}: choose one of {', '.join(MODELS)}")
+        if self.values not in VALUE_CODES:
+            raise BenchError(f"unknown value format {self.values!r}: choose one of {', '.join(VALUE_CODES)}")
+        if not 0 < self.density <= 1:
+            raise BenchError(f"density must be in (0, 1], got {self.density:g}")
+        if self.model == "resnet50-shapes" and self.params != MODELS[self.model][0]:
+            raise BenchError(f"{self.model} has {MODELS[self.model][0]:,} parameters: take --model synthetic")
+        for name in ("ranks", "params", "steps", "timeout", "bucket_mb"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise BenchError(f"{name.replace('_', '-')} must be above 0, got {value:g}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All contenders, once each."""
+        return tuple(dict.fromkeys(name for group in self.groups for name in group))
+
+    def fitted(self, memory: float | None) -> Plan:
+        """The same in as few groups as fit in that many bytes, with the references in every one of them."""
+        return replace(self, groups=fitting(self.names, self.params, self.ranks, memory))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        known = json.loads(text)
+        return cls(**{**known, "groups": tuple(map(tuple, known["groups"]))})
+
+
+def fitting(names: Sequence[str], params: int, ranks: int, memory: float | None) -> tuple[tuple[str, ...], ...]:
+    """Contenders in groups that fit in memory, or all in one if that is not known.
+
+    >>> fitting(["ddp", "topka", "oktopk"], 100_000_000, 4, 24e9)
+    (('ddp', 'topka'), ('ddp', 'oktopk'))
+    """
+    if memory is None:
+        return (tuple(names),)
+    copy = 4 * params * ranks
+    shared = tuple(name for name in names if name in REFERENCES)
+    room = _SHARE_OF_MEMORY * memory - ranks * _PROCESS_BYTES - (_SHARED_COPIES + len(shared)) * copy
+    groups: list[list[str]] = [[]]
+    left = room
+    for name in (name for name in names if name not in shared):
+        need = _COPIES.get(name, _SPARSE_COPIES) * copy
+        if need > room:
+            raise BenchError(
+                f"{ranks} ranks with {params:,} parameters do not fit in the memory that is free "
+                f"({memory / 1e9:.1f} GB): take fewer --ranks or --params"
+            )
+        if need > left:
+            groups.append([])
+            left = room
+        groups[-1].append(name)
+        left -= need
+    return tuple((*shared, *group) for group in groups)
+
+
+def free_memory() -> float | None:
+    """Bytes that new processes can have, if the system tells."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    known = dict(line.split(":", 1) for line in lines)
+    return 1024.0 * int(known["MemAvailable"].split()[0]) if "MemAvailable" in known else None

@@ -1,0 +1,54 @@
+"""Do the compiled kernels work here, and do they compute what the reference says?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oktopk.kernels import Backend, Picked, backend, reference
+
+SIZE, K = 10_007, 100
+
+
+def kernels() -> dict[str, Any]:
+    """Which ones are in use, and which of them differ from the reference on a small input."""
+    x = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    used = backend(x)
+    return {"compiled": used is not reference, "differ": differing(used, x)}
+
+
+def differing(used: Backend, x: Tensor) -> list[str]:
+    ours, wanted = _answers(used, x), _answers(reference, x)
+    return [name for name in wanted if not _same(ours[name], wanted[name])]
+
+
+def _answers(used: Backend, x: Tensor) -> dict[str, list[Any]]:
+    threshold = used.kth_magnitude(x, K)
+    residual, gradient = x.clone(), 0.5 * x.flip(0)
+    picked = used.select(x, threshold, K)
+    region = torch.zeros_like(x)
+    grown = used.scatter_add_(region, picked.indices, picked.values)
+    half = picked.indices[::2].clone()
+    return {
+        "kth_magnitude": [threshold],
+        "select": _parts(picked),
+        "accumulate_select": [
+            *_parts(used.accumulate_select(residual, gradient, threshold, 2 * SIZE, True)),
+            *(residual, gradient),
+        ],
+        "magnitude_histogram": [used.magnitude_histogram(x, 0, 512)],
+        "scatter_add_": [grown, region],
+        "union_sum": list(used.union_sum([(picked.indices, picked.values), (half, region[half.long()])], 0, SIZE)),
+        "common": [used.common(picked.indices, half)],
+    }
+
+
+def _parts(picked: Picked) -> list[Any]:
+    return [picked.indices, picked.values, picked.count, picked.finite]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)

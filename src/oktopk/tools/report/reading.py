@@ -1,0 +1,121 @@
+"""Values of files that nobody vouches for: what is no number, no text or no JSON is noted and left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+LONGEST_TEXT = 400
+"""Characters of a name or a list of culprits; what is longer is cut."""
+LARGEST_TEXT_FILE = 2**18
+LARGEST_NUMBER = 1e60
+"""Nothing that is measured is larger, and sums of many such still are numbers."""
+_SIZE_BINS = range(64)
+
+Row = Mapping[str, Any]
+
+
+def number(value: object) -> float | None:
+    """
+    >>> [number(value) for value in (3, 0.5, True, "7", float("nan"), 10**400, None)]
+    [3.0, 0.5, None, None, None, None, None]
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if -LARGEST_NUMBER <= value <= LARGEST_NUMBER else None
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """The columns of a row that hold a number."""
+    found = ((name, number(value)) for name, value in row.items())
+    return {text(name): value for name, value in found if value is not None}
+
+
+def amount(row: Row, name: str) -> float:
+    """A count, of bytes for one: 0 where there is none."""
+    return max(0.0, number(row.get(name)) or 0.0)
+
+
+def whole(row: Row, name: str) -> int | None:
+    """A number that counts from 0."""
+    value = row.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
+
+
+def text(value: object) -> str:
+    """
+    >>> text(None), text("a\\nb"), len(text("x" * 1000))
+    ('', 'a b', 400)
+    """
+    if not isinstance(value, str):
+        return ""
+    plain = "".join(sign if sign.isprintable() else " " for sign in value[: LONGEST_TEXT + 1])
+    return plain if len(plain) <= LONGEST_TEXT else plain[: LONGEST_TEXT - 1] + "…"
+
+
+def sizes(value: object) -> dict[int, int]:
+    """Messages by the power of two of their size, as flat_traffic writes them."""
+    if not isinstance(value, Mapping):
+        return {}
+    bins = {power: whole(value, str(power)) for power in _SIZE_BINS}
+    return {power: count for power, count in bins.items() if count}
+
+
+def text_file(path: Path, notes: list[str]) -> str:
+    """What the file says, or nothing and a note."""
+    if not path.is_file():  # nor a pipe, which might never end
+        notes.append(f"There is no {path.name}.")
+        return ""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_TEXT_FILE + 1)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+        return ""
+    if len(content) > LARGEST_TEXT_FILE:
+        notes.append(f"{path.name} is larger than {LARGEST_TEXT_FILE // 1024} KiB: the rest of it is left out.")
+    return content[:LARGEST_TEXT_FILE].decode("utf-8", "replace")
+
+
+def json_file(path: Path, notes: list[str]) -> Row:
+    content = text_file(path, notes)
+    row = _parsed(content.encode()) if content else {}
+    if row is None:
+        notes.append(f"{path.name} is not a JSON object and was left out.")
+    return row or {}
+
+
+def rows(path: Path, notes: list[str]) -> Iterator[Row]:
+    """The lines of a JSONL file that are objects. The last one may be only half written yet."""
+    if not path.is_file():
+        notes.append(f"There is no {path.name}: nothing is known of single steps.")
+        return
+    bad: list[int] = []
+    try:
+        with open(path, "rb") as file:
+            for place, line in enumerate(file, start=1):
+                row = _parsed(line)
+                if row is not None:
+                    yield row
+                elif not line.endswith(b"\n"):
+                    notes.append(
+                        f"The last line of {path.name} is not whole: the run is writing it, or was ended."
+                    )
+                elif line.strip():
+                    bad.append(place)
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read to its end: {error.strerror}.")
+    if bad:
+        notes.append(
+            f"{len(bad)} lines of {path.name} are no JSON objects and were left out, line {bad[0]} first."
+        )
+
+
+def _parsed(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

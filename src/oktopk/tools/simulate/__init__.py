@@ -1,0 +1,51 @@
+"""How a reduction would go on P ranks: real algorithms, their real messages, and a model of the network.
+
+record.py     the algorithms run on P ranks that are threads; trace.py writes down their messages
+sizes.py      a message at the size that was asked for
+costs.py      γ: what work costs, measured here          calibrate.py   α and β of a link, measured
+replay.py     a discrete-event replay of the messages on network.py
+study.py      all algorithms on all numbers of ranks     crossings.py   who overtakes whom, and the bounds
+"""
+
+from .calibrate import calibrate_lab, calibrate_loopback, in_lab
+from .costs import Costs, measure
+from .crossings import Bounds, Crossing, bounds, crossings
+from .figure import check_drawable, draw
+from .network import Network, SimulationError, parse_network
+from .record import Recording, record
+from .replay import Prices, Replayed, replay
+from .report import GIVEN, report, text
+from .sizes import Scale
+from .study import Answer, Question, simulate
+from .trace import Recorded, Trace
+
+__all__ = [
+    "GIVEN",
+    "Answer",
+    "Bounds",
+    "Costs",
+    "Crossing",
+    "Network",
+    "Prices",
+    "Question",
+    "Recorded",
+    "Recording",
+    "Replayed",
+    "Scale",
+    "SimulationError",
+    "Trace",
+    "bounds",
+    "calibrate_lab",
+    "calibrate_loopback",
+    "check_drawable",
+    "crossings",
+    "draw",
+    "in_lab",
+    "measure",
+    "parse_network",
+    "record",
+    "replay",
+    "report",
+    "simulate",
+    "text",
+]

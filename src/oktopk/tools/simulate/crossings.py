@@ -1,0 +1,59 @@
+"""Where one algorithm becomes faster than another, and the bounds of the literature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+
+from .study import Answer
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """From about this many ranks on, one is faster than the other; between the two numbers that were simulated."""
+
+    faster: str
+    slower: str
+    ranks: float
+    after: int
+    until: int
+
+
+def crossings(answers: Sequence[Answer]) -> list[Crossing]:
+    """All of them, by the number of ranks; times are interpolated as straight lines in logarithms."""
+    times: dict[str, dict[int, float]] = {}
+    for one in answers:
+        times.setdefault(one.algorithm, {})[one.ranks] = one.step.seconds
+    found = [crossing for a, b in permutations(times, 2) for crossing in _overtakings(a, times[a], b, times[b])]
+    return sorted(found, key=lambda crossing: crossing.ranks)
+
+
+def _overtakings(a: str, of_a: Mapping[int, float], b: str, of_b: Mapping[int, float]) -> list[Crossing]:
+    """Where a, which was slower, becomes faster than b."""
+    found = []
+    for low, high in pairwise(sorted(of_a)):
+        behind = math.log(of_a[low] / of_b[low])
+        ahead = math.log(of_b[high] / of_a[high])
+        if behind >= 0 and ahead > 0:
+            share = behind / (behind + ahead)
+            found.append(Crossing(a, b, low * (high / low) ** share, low, high))
+    return found
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Words of four bytes that a rank sends in a step."""
+
+    sparse: float
+    """2k(P-1)/P: no sparse allreduce can do with less."""
+    oktopk: float
+    """6k(P-1)/P: Ok-Topk needs no more, on average."""
+    dense: float
+    """2n(P-1)/P: a ring, which is optimal for dense vectors."""
+
+
+def bounds(ranks: int, size: int, k: float) -> Bounds:
+    share = (ranks - 1) / ranks
+    return Bounds(2 * k * share, 6 * k * share, 2 * size * share)

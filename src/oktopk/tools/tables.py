@@ -1,0 +1,26 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns to the right, numbers to four digits, – for what is not there.
+
+    >>> print(table(["link", "ms"], [["1gbit", 12.3456], ["no limit", None]]))
+        link     ms
+       1gbit  12.35
+    no limit      –
+    """
+    cells = [list(head), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells
+    )
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,113 @@
+"""From turns to records, to the table and to the picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oktopk.tools.bench.contenders import Reduced, Turn
+from oktopk.tools.bench.figures import Record, records
+from oktopk.tools.bench.picture import draw
+from oktopk.tools.bench.plan import Plan
+from oktopk.tools.bench.tables import text
+
+STAGES = ("select", "encode", "exchange", "decode", "wait", "other")
+
+
+def reduced(exposed: float, sent: int = 600, modelled: int = 0) -> Reduced:
+    return Reduced(sent, modelled, exposed, 0.25, dict.fromkeys(STAGES, exposed / 2))
+
+
+def three_ranks(interface: int | None = 1000) -> list[dict[str, list[Turn]]]:
+    """Three ranks, five steps: rank r takes longer by r, and steps come in disorder."""
+    steps = [5.0, 1.0, 4.0, 2.0, 30.0]
+    return [
+        {
+            "backward": [Turn(0.5, 0.25, interface) for _ in steps],
+            "ddp": [Turn(10 * step + rank, 3.0, interface) for step in steps],
+            "oktopk": [Turn(step + rank, step, interface, reduced(step, modelled=9)) for step in steps],
+            "dense": [Turn(step, step, interface, reduced(1.0, modelled=500)) for step in steps],
+        }
+        for rank in range(3)
+    ]
+
+
+def found(link: str | None = "1gbit", interface: int | None = 1000) -> dict[str, Record]:
+    plan = Plan((("backward", "ddp", "oktopk", "dense"),), 3, link)
+    return {record["name"]: record for record in records(plan, 77, three_ranks(interface))}
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
+    oktopk = found()["oktopk"]
+    assert oktopk["step_seconds"] == [7.0, 3.0, 6.0, 4.0, 32.0]
+    assert (oktopk["median_step_seconds"], oktopk["best_step_seconds"], oktopk["steps"]) == (6.0, 3.0, 5)
+    assert oktopk["cpu_seconds"] == 4.0
+    assert oktopk["exposed_seconds"] == 4.0
+    assert oktopk["hidden_share"] == 0.25
+    assert oktopk["stage_seconds"] == pytest.approx(dict.fromkeys(STAGES, 4.2))
+
+
+def test_comparisons_are_of_medians() -> None:
+    known = found()
+    assert known["oktopk"]["ddp_over_it"] == 42 / 6
+    assert known["ddp"]["ddp_over_it"] == 1.0
+    assert known["ddp"]["above_backward_seconds"] == 41.5
+    assert known["backward"]["above_backward_seconds"] == 0.0
+
+
+def test_without_references_there_is_nothing_to_compare_with() -> None:
+    turns = [{"oktopk": rank["oktopk"]} for rank in three_ranks()]
+    (alone,) = records(Plan((("oktopk",),), 3), 77, turns)
+    assert alone["ddp_over_it"] is None
+    assert alone["above_backward_seconds"] is None
+
+
+def test_it_is_said_who_counted_the_bytes() -> None:
+    known = found()
+    sources = {name: (record["sent_bytes"], record["sent_bytes_source"]) for name, record in known.items()}
+    interface = (1000.0, "interface")
+    assert sources == {
+        "backward": interface,
+        "ddp": interface,
+        "oktopk": (600.0, "metered"),
+        "dense": (600.0, "modelled"),
+    }
+    assert known["oktopk"]["modelled_bytes"] == 9
+    assert {record["interface_bytes"] for record in known.values()} == {1000.0}
+
+
+def test_on_loopback_torch_cannot_tell() -> None:
+    known = found(None, None)
+    assert (known["ddp"]["sent_bytes"], known["ddp"]["sent_bytes_source"]) == (None, None)
+    assert known["oktopk"]["sent_bytes_source"] == "metered"
+    assert known["oktopk"]["interface_bytes"] is None
+    for name in ("exposed_seconds", "hidden_share", "stage_seconds"):
+        assert known["ddp"][name] is None
+
+
+def test_references_of_several_groups_are_pooled() -> None:
+    turns = [{name: 2 * own for name, own in rank.items()} for rank in three_ranks()]
+    (ddp,) = records(Plan((("ddp",),), 3), 77, turns)
+    assert ddp["steps"] == 10
+
+
+def test_the_table() -> None:
+    lines = [line.split("  ") for line in text(list(found().values())).splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells[0][:4] == ["link", "contender", "step ms", "best ms"]
+    assert cells[2] == ["1gbit", "ddp", "42,000", "12,000", "1", "41,500", "3,000", "0.001 (link)", "–", "–"]
+    assert cells[3][-3:] == ["0.0006", "4,000", "25 %"]
+    assert cells[4][-3] == "0.0006 (ring)"
+    assert [line[0][:6] for line in cells[5:]] == ["(ring)", "(link)"]
+    assert "(link)" not in text(list(found(None, None).values()))
+    assert text(list(found(None, None).values())).splitlines()[1].split()[0] == "loopback"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_picture(suffix: str, tmp_path: Path) -> None:
+    several = [*found("none").values(), *found("1gbit").values()]
+    draw(several, tmp_path / f"bench.{suffix}")
+    (made,) = tmp_path.iterdir()
+    head = made.read_bytes()[:2000]
+    assert head.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix])

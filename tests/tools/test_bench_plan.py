@@ -1,0 +1,104 @@
+"""What is to be measured: it fits in memory, and mistakes are named before anything is measured."""
+
+from __future__ import annotations
+
+import builtins
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oktopk.cli import main
+from oktopk.tools.bench.plan import CONTENDERS, REFERENCES, BenchError, Plan, fitting, free_memory
+
+GIB = 2.0**30
+
+
+@pytest.mark.parametrize("memory", [10 * GIB, 14 * GIB, 24 * GIB, 99 * GIB])
+def test_all_take_part_and_the_references_in_every_group(memory: float) -> None:
+    groups = fitting(tuple(CONTENDERS), 25_557_032, 4, memory)
+    assert {name for group in groups for name in group} == set(CONTENDERS)
+    others = [name for group in groups for name in group if name not in REFERENCES]
+    assert len(others) == len(set(others))
+    assert all(group[: len(REFERENCES)] == REFERENCES for group in groups)
+
+
+def test_more_memory_makes_fewer_groups() -> None:
+    counts = [len(fitting(tuple(CONTENDERS), 25_557_032, 4, memory * GIB)) for memory in (10, 14, 24)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] == 1
+    assert fitting(tuple(CONTENDERS), 10**12, 4, None) == (tuple(CONTENDERS),)
+
+
+def test_references_alone_are_one_group() -> None:
+    assert fitting(REFERENCES, 1000, 2, GIB * 8) == (REFERENCES,)
+
+
+def test_what_cannot_fit_is_said() -> None:
+    with pytest.raises(
+        BenchError, match=r"4 ranks with 1,000,000,000 parameters do not fit .* take fewer --ranks"
+    ):
+        fitting(("ddp", "oktopk"), 10**9, 4, 8 * GIB)
+
+
+def test_the_system_tells_its_memory() -> None:
+    memory = free_memory()
+    assert memory is None or 2**20 < memory < 2**50
+
+
+def test_ranks_are_told_all() -> None:
+    plan = Plan((("ddp", "oktopk"), ("ddp",)), 3, "1gbit", "mlp", 1000, 0.5, "fp16", 2.5, 7, 9.0, True)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--contenders", "ddp,zip"], "unknown contender 'zip': choose from backward, ddp"),
+        (["--contenders", ","], "give at least one contender"),
+        (["--link", ","], "give at least one link"),
+        (["--link", "1gbit,fast"], "--link: rate must be None or like '100mbit' or '1gbit'"),
+        (["--density", "0"], "density must be in (0, 1], got 0"),
+        (["--steps", "0"], "steps must be above 0, got 0"),
+        (["--ranks", "0"], "ranks must be above 0, got 0"),
+        (["--bucket-mb", "-1"], "bucket-mb must be above 0, got -1"),
+        (["--params", "1M"], "resnet50-shapes has 25,557,032 parameters: take --model synthetic"),
+        (["--figure", "bench.doc"], "--figure must end with .png, .svg, .pdf, got bench.doc"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("oktopk bench: error: ")
+    assert complaint in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("word", ["", "M", "1T", "-5", "1e6"])
+def test_numbers_that_are_none(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", f"--params={word}"])
+    assert "must be a number like 25M, 300k or 1000" in capsys.readouterr().err
+
+
+def test_a_link_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["bench", "--link", "1gbit"]) == 1
+    said = capsys.readouterr().err
+    assert "needs root to make network namespaces: run as root, or with sudo; without --link, " in said
+
+
+def test_a_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    assert main(["bench", "--figure", str(tmp_path / "bench.png")]) == 2
+    assert "pip install 'oktopk[report]'" in capsys.readouterr().err
