@@ -15,7 +15,7 @@ demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machi
 
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, layers
 	$(BIN)/ruff check .
