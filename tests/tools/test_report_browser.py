@@ -92,7 +92,10 @@ def test_a_phone_in_the_dark(browser: Any, tmp_path: Path) -> None:
     visit.open(write_page(tmp_path))
     visit.draw_all()
     assert visit.ask("document.documentElement.scrollWidth") <= 400
-    assert visit.ask("Math.max(...[...document.querySelectorAll('.chart .main-svg')].map(svg => svg.clientWidth))") < 400
+    assert (
+        visit.ask("Math.max(...[...document.querySelectorAll('.chart .main-svg')].map(svg => svg.clientWidth))")
+        < 400
+    )
     ink = "getComputedStyle(document.querySelector('#r0-loss .xtitle')).fill"
     assert visit.ask(ink) == "rgb(230, 232, 235)"
     visit.page.emulate_media(color_scheme="light")

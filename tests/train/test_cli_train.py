@@ -63,7 +63,7 @@ def _variables() -> list[str]:
 
 
 def resolved(*words: str) -> Resolved:
-    return command._resolve(parser().parse_args(dashed(["train", *words])))[0]
+    return command._resolve(parser(["train"]).parse_args(dashed(["train", *words])))[0]
 
 
 # item 19: words

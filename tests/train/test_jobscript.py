@@ -40,7 +40,7 @@ def submitted(text: str, folder: Path, **environment: str) -> list[str]:
 def train_options(words: list[str]) -> dict[str, str]:
     """What `oktopk train` understands of them."""
     own = words[words.index("oktopk") + 1 :]
-    return vars(parser().parse_args(own))
+    return vars(parser(own).parse_args(own))
 
 
 @pytest.mark.parametrize("scheduler", LAUNCHERS)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 import signal
 import sys
 from importlib.util import find_spec
@@ -33,13 +32,11 @@ from oktopk.tools.lab import LabError, lab_problem, parse_rate
 from oktopk.wire import VALUE_CODES
 
 from .complaint import complain
+from .numbers import count
 
-NAME, HELP = "bench", "compare all algorithms with PyTorch's own ways, side by side"
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
 NO_LINK = (
     "loopback: nothing limits the link, and no interface counts bytes; --link 1gbit measures in a lab (needs root)"
 )
-_UNITS = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,17 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
-def count(word: str) -> int:
-    """
-    >>> count("25M"), count("1.5k"), count("7")
-    (25000000, 1500, 7)
-    """
-    match = _COUNT.fullmatch(word)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be a number like 25M, 300k or 1000, got {word!r}")
-    return round(float(match[1]) * _UNITS[match[2]])
-
-
 def run(options: argparse.Namespace) -> int:
     records: list[Record] = []
     code = 0
@@ -90,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         for found in measure(plan, links):
             records += found
     except (OkTopkError, OSError) as error:
-        complain(NAME, error)
+        complain("bench", error)
         code = 2 if isinstance(error, BenchError) else 1
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
@@ -141,6 +127,6 @@ def _show(options: argparse.Namespace, records: list[Record]) -> int:
         if options.figure is not None:
             draw(records, options.figure)
     except OSError as error:
-        complain(NAME, error)
+        complain("bench", error)
         return 1
     return 0

@@ -30,8 +30,6 @@ from oktopk.train.screen import BarHandler
 
 from .complaint import complain
 
-NAME, HELP = "data", "make data ready for training, and mend it"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)

@@ -41,11 +41,10 @@ from oktopk.train.launch import STARTED_BY_RANKS, Place, find_place, joined, run
 from oktopk.train.origins import DEFAULT, Resolved, resolve
 from oktopk.train.tasks import WORKLOADS, Share, Source
 
-from .bench import count
 from .complaint import complain, sentence
+from .numbers import count
 from .options import add_config, add_option, given
 
-NAME, HELP = "doctor", "look at machines and links: can they train, and does compression pay?"
 TIMEOUT = 60.0
 SHOWN = 5
 """So many faults of the data are named."""
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         if hasattr(options, "ranks") and place.how != STARTED_BY_RANKS:
             raise ConfigError(f"--ranks starts ranks by itself, but this is one of {place.world} ({place.how})")
     except (OkTopkError, OSError) as error:
-        complain(NAME, error)
+        complain("doctor", error)
         return 2 if isinstance(error, ConfigError) else 1
     return _examine(options, resolved, place)
 
@@ -145,7 +144,7 @@ def _tell(world: World, place: Place, as_json: bool) -> int:
     if place.rank == 0:
         print(json.dumps(_report(world, findings), indent=2) if as_json else _text(findings), flush=True)
     elif world.broken is not None:
-        complain(NAME, OkTopkError(world.broken), f"rank {place.rank}: ")
+        complain("doctor", OkTopkError(world.broken), f"rank {place.rank}: ")
         time.sleep(LAST_WORDS)
     return exit_code(findings)
 

@@ -22,7 +22,6 @@ from oktopk.train.origins import DEFAULT, Resolved, resolve
 from .complaint import complain
 from .options import add_config, add_option, given
 
-NAME, HELP = "jobscript", "write a job script for SLURM or PBS"
 ALL = "all"
 ALWAYS = ("dnn", "data_dir", "lr", "batch_size", "max_epochs", "compressor", "density", "seed")
 """Stand in the script even if nobody has asked for them."""

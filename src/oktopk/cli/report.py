@@ -22,7 +22,6 @@ from oktopk.tools.report import ReportError, find, names, page, read, report, se
 
 from .complaint import complain
 
-NAME, HELP = "report", "look at a run or compare several: a page, JSON, or live"
 DEFAULT_PAGE = Path("report.html")
 
 
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if problem := _contradiction(options):
-        complain(NAME, ReportError(problem))
+        complain("report", ReportError(problem))
         return 2
     try:
         folders = find(options.runs)
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         target = options.out or DEFAULT_PAGE
         write_atomically(target, page(document).encode("utf-8", "replace"))
     except (OkTopkError, OSError) as error:
-        complain(NAME, error)
+        complain("report", error)
         return 1
     for one in document["runs"] if len(document["runs"]) == 1 else []:
         print("\n".join(f"{said['question']} {said['answer']}" for said in one["answers"]))

@@ -25,8 +25,8 @@ from oktopk.tools import simulate as tool
 from oktopk.tools.lab import lab_problem, parse_rate
 
 from .complaint import complain
+from .numbers import count
 
-NAME, HELP = "simulate", "how a reduction would scale to P ranks, from real messages and a model of the network"
 MOST = 1024
 """A step has P² messages, and all ranks are threads of this process."""
 _LOOPBACK = "loopback"
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="like 2,3,5; 2..64 are the powers of two (default: 2..64)",
     )
-    parser.add_argument("--params", default="25M", metavar="N", help="entries of the tensor (default: 25M)")
+    parser.add_argument(
+        "--params", type=count, default="25M", metavar="N", help="entries of the tensor (default: 25M)"
+    )
     parser.add_argument("--density", default="0.01", metavar="X", help="of what a rank sends (default: 0.01)")
     parser.add_argument(
         "--net", default="10gbit:50us", metavar="RATE:LATENCY", help="of every rank's link (default: 10gbit:50us)"
@@ -60,12 +62,12 @@ def run(options: argparse.Namespace) -> int:
     try:
         question, ranks_per_core = _question(options)
     except tool.SimulationError as error:
-        complain(NAME, error)
+        complain("simulate", error)
         return 2
     try:
         report = _simulate(options, question, ranks_per_core)
     except (OkTopkError, OSError) as error:
-        complain(NAME, error)
+        complain("simulate", error)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -114,7 +116,7 @@ def _calibrate(rate: str) -> tuple[tool.Network, str]:
     if rate == _LOOPBACK:
         return tool.calibrate_loopback(), "measured on the loopback"
     if problem := lab_problem():
-        print(f"oktopk {NAME}: measuring the loopback instead of {rate}: {problem}", file=sys.stderr)
+        print(f"oktopk simulate: measuring the loopback instead of {rate}: {problem}", file=sys.stderr)
         return tool.calibrate_loopback(), "measured on the loopback"
     return tool.calibrate_lab(rate), f"measured between two hosts in namespaces at {rate}"
 
@@ -129,7 +131,7 @@ def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
             raise tool.SimulationError(f"unknown algorithm {name!r}: choose among {', '.join(ALGORITHMS)}")
     if options.figure:
         tool.check_drawable(options.figure)
-    size, density = count(options.params), _number("--density", options.density, float)
+    size, density = options.params, _number("--density", options.density, float)
     if not 0 < density <= 1:
         raise tool.SimulationError(f"--density must be in (0, 1], got {options.density}")
     if size * density < 1:
@@ -155,18 +157,6 @@ def _number(name: str, text: str, kind: Callable[[str], Any]) -> Any:
         return kind(text)
     except ValueError as error:
         raise tool.SimulationError(f"{name} must be a number, got {text!r}") from error
-
-
-def count(text: str) -> int:
-    """
-    >>> count("25M"), count("27,569,568"), count("1.5B")
-    (25000000, 27569568, 1500000000)
-    """
-    unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper())
-    size = _number("--params", text.replace(",", "")[: -1 if unit else None], float) * (unit or 1)
-    if not 1 <= size < 2**40:
-        raise tool.SimulationError(f"--params must be a number of entries, like 25M, got {text!r}")
-    return int(size)
 
 
 def ranks(text: str) -> list[int]:

@@ -30,7 +30,6 @@ from .complaint import complain
 from .options import given
 from .train import add_arguments as add_train_arguments
 
-NAME, HELP = "sweep", "train by several algorithms, densities and seeds, and compare"
 OURS = ("out", "compressor", "compression", "density", "seed", "ranks")
 """Options of train that the sweep sets."""
 

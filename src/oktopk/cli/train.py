@@ -30,7 +30,6 @@ from oktopk.train.together import is_raised_by_all, raised_by_all
 from .complaint import complain
 from .options import add_config, add_option, given
 
-NAME, HELP = "train", "train a network, and write down what happened"
 AUTO = "auto"
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     except (*BAD_INPUT, OkTopkError) as error:
         log.debug("in full:", exc_info=True)
         if place.rank == 0 or not is_raised_by_all(error):
-            complain(NAME, error, f"rank {place.rank}: " if place.rank else "")
+            complain("train", error, f"rank {place.rank}: " if place.rank else "")
         return 2 if isinstance(error, ConfigError) else 1
 
 
