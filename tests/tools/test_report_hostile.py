@@ -109,6 +109,7 @@ def test_hostile_texts_are_text(tmp_path: Path) -> None:
     text.encode("utf-8")
     assert len(re.findall(r"<script", text.partition("* plotly.js")[0])) == 2
     assert "<img src=x" not in text
+    assert "<" not in text.partition('id="state">')[2].partition("</script>")[0]
     assert "&lt;img src=x" in text
 
 

@@ -62,7 +62,7 @@ def _validation(run: Mapping[str, Any]) -> Chart | None:
         points = [(one["step"], one["figures"][name]) for one in run["validations"] if name in one["figures"]]
         x, y = zip(*points, strict=True)
         colour, dash = colours.of_series(place + 1)
-        marks = {"mode": "lines+markers", "line": {"dash": dash}, "marker": {"size": 8}}
+        marks: dict[str, Any] = {"mode": "lines+markers", "line": {"dash": dash}, "marker": {"size": 8}}
         traces.append(line(label(name), x, y, colour, **marks))
     if not traces:
         return None

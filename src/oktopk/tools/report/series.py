@@ -47,10 +47,12 @@ def series(run: Run, most: int) -> dict[str, Any]:
         "bound_6k_bytes": [few(average(limit["6k"] for limit in point)) for point in limits],
         "bound_2k_bytes": [few(average(limit["2k"] for limit in point)) for point in limits],
         "seconds": {
-            stage: [few(average(one and one.shown[stage] for one in point)) for point in splits]
+            stage: [few(average(one.shown[stage] for one in point if one is not None)) for point in splits]
             for stage in STAGES
         },
-        "hidden_seconds": [few(average(one and sum(one.hidden.values()) for one in point)) for point in splits],
+        "hidden_seconds": [
+            few(average(sum(one.hidden.values()) for one in point if one is not None)) for point in splits
+        ],
         "residual_norm": _means(points, lambda step: step.numbers.get("residual_norm") or None),
         "thresholds": _thresholds(points),
         "elapsed_seconds": _so_far(points, lambda step: step.train.get("step_seconds")),

@@ -1,0 +1,96 @@
+"""What charts are made of: figures for plotly.js.
+
+Texts of a run go through `label`, because plotly understands some HTML in them.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import colours
+
+Trace = dict[str, Any]
+LONGEST_LABEL = 40
+DIGITS = ",.4~r"
+"""Four digits, and no exponent."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    name: str
+    title: str
+    caption: str
+    figure: dict[str, Any]
+
+
+def label(text: object) -> str:
+    """
+    >>> label("<a href='x'>")
+    "&lt;a href='x'&gt;"
+    """
+    short = str(text)
+    return html.escape(short if len(short) <= LONGEST_LABEL else short[: LONGEST_LABEL - 1] + "…", quote=False)
+
+
+def figure(data: Sequence[Trace], x: str, y: str, log: bool = False, **more: Any) -> dict[str, Any]:
+    kind = {"type": "log"} if log else {"rangemode": "tozero"}
+    title = {"text": y, "standoff": 10}
+    yaxis = {"title": title, "automargin": True, "exponentformat": "none", "separatethousands": True} | kind
+    layout = {
+        "xaxis": {"title": {"text": x}, "automargin": True},
+        "yaxis": yaxis,
+        "hovermode": "x unified",
+        "uirevision": "keep",  # a zoom outlasts new data
+        **more,
+    }
+    return {"data": list(data), "layout": layout}
+
+
+def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, unit: str = "", **more: Any) -> Trace:
+    shape = {"color": colour, "width": 2} | more.pop("line", {})
+    hover = f"%{{y:{DIGITS}}}{unit and ' ' + unit}"
+    return {"type": "scatter", "mode": "lines", "name": name, "x": list(x), "y": list(y), "line": shape,
+            "hovertemplate": hover} | more  # fmt: skip
+
+
+def spread(name: str, x: Sequence[Any], of: Mapping[str, Any], colour: str, unit: str = "") -> list[Trace]:
+    """The mean, and where single steps differ from it the area from the lowest to the highest."""
+    mean = line(name, x, of["mean"], colour, unit)
+    if of["low"] == of["high"]:
+        return [mean]
+    edge: dict[str, Any] = {
+        "hoverinfo": "skip",
+        "hovertemplate": None,
+        "showlegend": False,
+        "legendgroup": name,
+        "line": {"width": 0},
+    }
+    low = line(f"{name}, lowest", x, of["low"], colour, **edge)
+    high = line(f"{name}, highest", x, of["high"], colour, **edge, fill="tonexty", fillcolor=colours.faint(colour))
+    return [low, high, mean | {"legendgroup": name}]
+
+
+def known(values: Sequence[Any]) -> bool:
+    return any(value is not None for value in values)
+
+
+def transition(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A line where the sparse phase begins, to be added to a layout."""
+    begin = run["first_sparse_step"]
+    if begin is None:
+        return {}
+    at = begin - 0.5
+    grey = {"color": colours.GREY, "width": 1, "dash": "dash"}
+    shape = {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": grey}
+    note = {
+        "x": at,
+        "y": 1,
+        "yref": "paper",
+        "yanchor": "bottom",
+        "showarrow": False,
+        "text": f"sparse from step {begin}",
+    }
+    return {"shapes": [shape], "annotations": [note]}
