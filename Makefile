@@ -10,8 +10,10 @@ INSTALLED := .venv/.installed
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
 
-demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machine, and see what was sent
-	$(BIN)/oktopk train --config demo --ranks 2
+demo: out := runs/demo-$(shell date +%Y%m%d-%H%M%S)
+demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machine, and report what was sent
+	$(BIN)/oktopk train --config demo --ranks 2 --out $(out)
+	$(BIN)/oktopk report $(out) -o $(out)/report.html
 
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
