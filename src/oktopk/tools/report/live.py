@@ -133,8 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
 def serve(folders: Sequence[Path], port: int, told: Callable[[str], None]) -> None:
     """Until Ctrl-C. `told` hears the address."""
     with Server(folders, port) as server:
-        told(server.url)
         try:
+            told(server.url)
             server.serve_forever()
         except KeyboardInterrupt:
             log.debug("Ctrl-C")
