@@ -22,8 +22,9 @@ HOSTILE = '<img src=x onerror="window.hacked=1"></script><script>window.hacked=2
 def traffic(phase: str, world: int) -> dict[Operation, Traffic]:
     others = world - 1
     if phase == DENSE:
-        ring = 2 * 4 * SIZE * others // world
-        return {Operation("all_reduce", "dense"): Traffic(ring, ring, 2 * others, 2 * others, 0.18, modelled=True)}
+        ring, rounds = 2 * 4 * SIZE * others // world, 2 * others
+        sizes = {(ring // rounds).bit_length() - 1: rounds} if rounds else {}
+        return {Operation("all_reduce", "dense"): Traffic(ring, ring, rounds, rounds, 0.18, True, sizes)}
     return {
         Operation("all_to_all", "split"): Traffic(
             70 * others, 70 * others, others, others, 0.05, sizes={6: others}

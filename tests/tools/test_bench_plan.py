@@ -84,9 +84,13 @@ def test_numbers_that_are_none(word: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_link_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert main(["bench", "--link", "1gbit"]) == 1
+    monkeypatch.setattr("oktopk.cli.bench.measure", lambda plan, links: asked.append(links) or [])
+    asked: list[object] = []
+    assert main(["bench", "--link", "1gbit", "--json"]) == 0
     said = capsys.readouterr().err
-    assert "needs root to make network namespaces: run as root, or with sudo; without --link, " in said
+    assert "no links of 1gbit: a lab needs root to make network namespaces: run as root, or with sudo\n" in said
+    assert "loopback: nothing limits the link" in said
+    assert asked == [[]]
 
 
 def test_a_picture_without_matplotlib(

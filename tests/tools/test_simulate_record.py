@@ -15,7 +15,7 @@ from oktopk.tools.simulate import Network, Prices, Recorded, Scale, bounds, reco
 from oktopk.tools.simulate.costs import Costs, Step
 from oktopk.tools.simulate.record import Reducing, own_gradients
 from oktopk.tools.simulate.study import Question, price, recorded_size
-from oktopk.tools.simulate.trace import CONTROL, SEND, parts_of
+from oktopk.tools.simulate.trace import CONTROL, ENCODE, SEND, parts_of
 
 NETWORK = Network(50e-6, 1.25e9)
 DENSITY = 0.05
@@ -58,6 +58,15 @@ def test_every_entry_that_is_sent_is_seen():
         sends = [event for event in trace.events() if event[0] == SEND]
         assert [(parts, entries, span) for *_, parts, entries, span in sends] == [(1, 200, 4000)] * 2
     assert not [event for trace in found.first for event in trace.events() if event[0] == CONTROL]
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_a_message_that_is_passed_on_is_encoded_once(world):
+    """TopkA's all-gather sends it in every round."""
+    found = record(TopkA(), world, Gradients(3000, 0), DENSITY, skipped=0, steady=1)
+    for trace in found.steady[0]:
+        encoded = [numbers[:2] for kind, *numbers in trace.events() if kind == ENCODE]
+        assert [sum(column) for column in zip(*encoded, strict=True)] == [1, found.k]
 
 
 def test_what_is_not_in_the_wire_format_has_no_parts():

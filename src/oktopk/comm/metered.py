@@ -53,7 +53,8 @@ class Metered(Communicator):
             self.inner.all_reduce_(x, phase, control=control)
         moved = 2 * x.numel() * x.element_size() * (self.world - 1) // self.world
         messages = 2 * (self.world - 1)
-        self._add(operation, Traffic(moved, moved, messages, messages, modelled=True))
+        sizes = {max(1, moved // messages).bit_length() - 1: messages} if messages else {}
+        self._add(operation, Traffic(moved, moved, messages, messages, modelled=True, sizes=sizes))
 
     @contextmanager
     def measure(self, operation: Operation) -> Iterator[None]:

@@ -169,7 +169,8 @@ def run_threads(
     def run(rank: int) -> None:
         try:
             with shared.turn or nullcontext():
-                results[rank] = fn(ThreadCommunicator(shared, rank, timeout))
+                if shared.failed is None:
+                    results[rank] = fn(ThreadCommunicator(shared, rank, timeout))
         except BaseException as error:  # handed to the caller below, whatever it is
             shared.abort(rank, error)
 
@@ -184,9 +185,10 @@ def run_threads(
             thread.join()
     except BaseException as interrupt:  # Ctrl-C, for one: end the ranks before it goes on
         shared.abort(-1, interrupt)
+        deadline = time.monotonic() + _FAREWELL
         for thread in threads:
             if thread.ident is not None:
-                thread.join(_FAREWELL)
+                thread.join(max(0.0, deadline - time.monotonic()))
         raise
     if shared.failed is not None:
         rank, error = shared.failed

@@ -90,7 +90,7 @@ class Plan:
 def fitting(names: Sequence[str], params: int, ranks: int, memory: float | None) -> tuple[tuple[str, ...], ...]:
     """Contenders in groups that fit in memory, or all in one if that is not known.
 
-    >>> fitting(["ddp", "topka", "oktopk"], 100_000_000, 4, 24e9)
+    >>> fitting(["ddp", "topka", "oktopk"], 100_000_000, 4, 30e9)
     (('ddp', 'topka'), ('ddp', 'oktopk'))
     """
     if memory is None:

@@ -79,9 +79,10 @@ def backends() -> dict[str, Any]:
 
 
 def threads() -> dict[str, Any]:
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "host": socket.gethostname(),
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": sorted(mine),
         "threads": torch.get_num_threads(),
     }
 

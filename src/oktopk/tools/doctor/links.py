@@ -41,12 +41,17 @@ def chosen_peers(world: int) -> list[int]:
 def _link(comm: Communicator, peer: int) -> dict[str, Any]:
     _round_trip(comm, peer, 1)  # the first message makes the connection
     small = statistics.median(_round_trip(comm, peer, 1) for _ in range(ROUND_TRIPS))
-    size, seconds = FIRST, _round_trip(comm, peer, FIRST)
+    size, seconds = FIRST, _bulk(comm, peer, FIRST) - small
     while seconds < ENOUGH and size < LARGEST:
         size *= 4
-        seconds = min(_round_trip(comm, peer, size) for _ in range(2))
+        seconds = _bulk(comm, peer, size) - small
     comm.send(_message(0), peer, PHASE)  # nothing: the end
-    return {"peer": peer, "latency_seconds": small / 2, "bytes_per_second": 2 * size / seconds, "bytes": size}
+    rate = 2 * size / max(seconds, 1e-9)
+    return {"peer": peer, "latency_seconds": small / 2, "bytes_per_second": rate, "bytes": size}
+
+
+def _bulk(comm: Communicator, peer: int, size: int) -> float:
+    return min(_round_trip(comm, peer, size) for _ in range(2))
 
 
 def _round_trip(comm: Communicator, peer: int, size: int) -> float:

@@ -30,14 +30,8 @@ class Kind:
         self.bytes += moved.bytes
         self.messages += moved.messages
         self.seconds += moved.seconds
-        for power, count in (moved.sizes or _modelled_sizes(moved)).items():
+        for power, count in moved.sizes.items():
             self.sizes[power] = self.sizes.get(power, 0) + count
-
-
-def _modelled_sizes(moved: Moved) -> dict[int, float]:
-    if not (moved.modelled and moved.messages >= 1 and moved.bytes >= 1):
-        return {}
-    return {int(moved.bytes / moved.messages).bit_length() - 1: moved.messages} if moved.bytes < 2**63 else {}
 
 
 def messages(run: Run) -> list[dict[str, Any]]:

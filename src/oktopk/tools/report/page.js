@@ -29,7 +29,8 @@
 
   function draw(place) {
     const figure = state.charts[place.id];
-    if (!figure || place.clientWidth === 0) return; // in a section that is closed
+    if (!figure) return;
+    if (place.clientWidth === 0) return void drawn.delete(place.id); // in a section that is closed: when it opens
     const layout = inColours(figure, place.clientWidth);
     const config = { displaylogo: false, responsive: true, showSendToCloud: false, plotlyServerURL: "",
                      modeBarButtonsToRemove: ["select2d", "lasso2d"] };
@@ -68,6 +69,7 @@
     const told = document.getElementById("live");
     try {
       const answer = await fetch("state.json?since=" + encodeURIComponent(state.version), { cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.statusText);
       if (answer.status === 200) take(await answer.json());
       told.textContent = "Live: follows the run.";
     } catch {

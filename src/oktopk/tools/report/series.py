@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 from oktopk.metrics import SPARSE
@@ -19,14 +19,13 @@ Bins = Sequence[Sequence[Step]]
 
 
 def bins(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
-    """Neighbouring steps, at most about `most` times; none of them has steps of both sides of the transition.
+    """Neighbouring steps, at most about `most` times; none of them has steps of both phases.
 
     >>> [len(one) for one in bins([Step(n, "sparse" if n > 4 else "dense") for n in range(10)], 5)]
     [2, 2, 1, 2, 2, 1]
     """
     width = max(1, -(-len(steps) // most))
-    turn = next((place for place, step in enumerate(steps) if step.phase == SPARSE), len(steps))
-    parts = (steps[:turn], steps[turn:])
+    parts = [list(part) for _, part in groupby(steps, key=lambda step: step.phase)]
     return [part[start : start + width] for part in parts for start in range(0, len(part), width)]
 
 

@@ -48,8 +48,8 @@ class Split:
 
 
 def split(step: Step) -> Split | None:
-    """None of a step that has no times."""
-    if not (step.train or step.numbers):
+    """None of a step whose own time is not known, or not yet: the reducer writes its line first."""
+    if "step_seconds" not in step.train:
         return None
     train = {name: max(0.0, value) for name, value in step.train.items()}
     forward, backward = train.get("forward_seconds", 0.0), train.get("backward_seconds", 0.0)
@@ -57,7 +57,9 @@ def split(step: Step) -> Split | None:
     work, hidden = _reductions(step)
     known = sum(work.values())
     if known > exposed:  # the last bucket is handed in a moment before backward returns
-        work = {name: seconds * exposed / known for name, seconds in work.items()}
+        clipped = {name: seconds * exposed / known for name, seconds in work.items()}
+        hidden = {name: hidden[name] + work[name] - clipped[name] for name in work}
+        work = clipped
     hand_over = max(0.0, exposed - known)
     rest = max(0.0, train.get("step_seconds", 0.0) - forward - backward - exposed)
     shown = {"forward": forward, "backward": backward, **work, "hand_over": hand_over, "rest": rest}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _lines(axes: Any, question: Question, answers: Sequence[Answer], figure: Cal
     from matplotlib.ticker import LogLocator, NullFormatter
 
     ranks = sorted(question.ranks)
-    for name, mark in zip(question.algorithms, _MARKS, strict=False):
+    for name, mark in zip(question.algorithms, cycle(_MARKS)):
         own = {one.ranks: figure(one) for one in answers if one.algorithm == name}
         axes.plot(ranks, [own[r] or float("nan") for r in ranks], marker=mark, markersize=4, label=name)
     axes.set_xscale("log", base=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from oktopk.signals import passing_on
@@ -18,14 +19,15 @@ def run_all(
     """What `python -m module words` prints in each of these environments. No process is left, whatever happens."""
     command = [sys.executable, "-m", module, *words]
     processes: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + timeout
     try:
-        for own in environments:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
-            processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
-            )
         with passing_on(processes) as came:
-            said = [process.communicate(timeout=timeout)[0].decode() for process in processes]
+            for own in environments:
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+                processes.append(
+                    subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+                )
+            said = [] if came else [_answer(process, deadline) for process in processes]
         if came:
             raise KeyboardInterrupt
         failed = [process.returncode for process in processes if process.returncode]
@@ -38,3 +40,7 @@ def run_all(
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def _answer(process: subprocess.Popen[bytes], deadline: float) -> str:
+    return process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0].decode()

@@ -34,6 +34,9 @@ _LENGTH = struct.Struct("<Q")
 _HEADER = struct.Struct("<16x4s16xI16xQQ")
 """Of a message: magic, sender, span of its region, number of entries."""
 
+_PASSED_ON = ("all_gather", "broadcast")
+"""Operations that encode a rank's message once and send it several times."""
+
 Part = tuple[int, int, int]
 """Sender, entries, span."""
 
@@ -87,7 +90,7 @@ class Recorded(Communicator):
         self.inner = inner
         self._trace, self._sends = Trace(), 0
         self._operation: Operation | None = None
-        self._encoding = 0
+        self._encoding, self._encoded = 0, False
         self._to_decode = [0, 0]
 
     def take(self) -> Trace:
@@ -98,7 +101,9 @@ class Recorded(Communicator):
         parts = [] if operation.control else parts_of(message)
         own = [entries for sender, entries, _ in parts if sender == self.rank]
         self._begin(operation)
-        self._trace.add_work(self._encoding, len(own), sum(own))
+        if not (self._encoded and operation.name in _PASSED_ON):
+            self._trace.add_work(self._encoding, len(own), sum(own))
+            self._encoded = self._encoded or bool(own)
         if operation.control:
             self._trace.add(CONTROL, peer, message.numel())
         else:
@@ -124,6 +129,8 @@ class Recorded(Communicator):
         if any(self._to_decode):
             self._trace.add(DECODE, *self._to_decode)
             self._to_decode = [0, 0]
+        if operation.name in _PASSED_ON:
+            self._operation = None
 
     def arrived(self, message: Tensor, peer: int, operation: Operation) -> None:
         self._trace.add(RECEIVE, peer)
@@ -137,7 +144,7 @@ class Recorded(Communicator):
     def _begin(self, operation: Operation) -> None:
         """All messages of an operation are encoded before its first is sent."""
         if operation != self._operation:
-            self._operation = operation
+            self._operation, self._encoded = operation, False
             self._encoding = self._trace.add(ENCODE, 0, 0)
 
     def fail(self, error: BaseException) -> None:
