@@ -16,6 +16,7 @@ from oktopk.tools.report import ReportError, find, names, page, read, report
 from oktopk.tools.report.charts import charts
 from oktopk.tools.report.comparison import comparison
 from oktopk.tools.report.figures import of_run
+from oktopk.tools.report.phases import bounds
 from oktopk.tools.report.runs import Reduction, Run, Step
 from oktopk.tools.report.series import bins
 from oktopk.tools.report.times import STAGES, WORK, split
@@ -73,6 +74,20 @@ def test_whatever_overlapped_the_stack_is_the_step(
     worked = sum(found.hidden.values()) + sum(found.shown[stage] for stage in WORK)
     assert worked == pytest.approx(sum(length for _, length in buckets))  # nothing is lost, nothing counted twice
     assert tuple(found.shown) == STAGES
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_a_bucket_that_went_dense_has_a_bound_of_its_own(world: int) -> None:
+    """1,000 entries of which 10 are sent, and 50 that go dense."""
+    parts = (
+        Reduction(0, "sparse", "oktopk", {"size_entries": 1000.0, "target_count": 10.0}),
+        Reduction(1, "dense", "oktopk", {"size_entries": 50.0, "target_count": 50.0}),
+    )
+    step = Step(0, "sparse", numbers={"size_entries": 1050.0, "target_count": 60.0}, reductions=parts)
+    share = 4 * (world - 1) / world
+    assert bounds(step, world) == pytest.approx(
+        {"dense": 2 * 1050 * share, "6k": (60 + 100) * share, "2k": (20 + 100) * share}
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

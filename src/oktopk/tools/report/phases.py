@@ -24,18 +24,21 @@ def average(values: Iterable[float | None]) -> float | None:
 
 def bounds(step: Step, world: int | None) -> dict[str, float | None]:
     """Bytes that a rank sends in this step: dense by a ring, the bound 6k(P-1)/P words, and 2k(P-1)/P words, which
-    no exchange of k plain indices and values goes below."""
+    no exchange of k plain indices and values goes below. A bucket that went dense in a sparse step takes two words
+    for each of its entries."""
     size, k = step.numbers.get("size_entries"), step.numbers.get("target_count")
     share = None if world is None else (world - 1) / world
-    sparse = step.phase == SPARSE
+    dense = sum(part.numbers.get("size_entries", 0.0) for part in step.reductions if part.phase == DENSE)
 
-    def words(count: float | None, factor: int) -> float | None:
-        return None if count is None or share is None else factor * WORD_BYTES * count * share
+    def words(count: float | None, factor: int, more: float = 0.0) -> float | None:
+        return (
+            None if count is None or share is None else (factor * (count - more) + 2 * more) * WORD_BYTES * share
+        )
 
     return {
         "dense": words(size, 2),
-        "6k": words(k, 6) if sparse else None,
-        "2k": words(k, 2) if sparse else None,
+        "6k": words(k, 6, dense) if step.phase == SPARSE else None,
+        "2k": words(k, 2, dense) if step.phase == SPARSE else None,
     }
 
 
