@@ -169,7 +169,7 @@ def run_threads(
     def run(rank: int) -> None:
         try:
             with shared.turn or nullcontext():
-                if shared.failed is None:
+                if shared.turn is None or shared.failed is None:  # nobody begins after the end
                     results[rank] = fn(ThreadCommunicator(shared, rank, timeout))
         except BaseException as error:  # handed to the caller below, whatever it is
             shared.abort(rank, error)

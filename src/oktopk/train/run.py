@@ -84,10 +84,10 @@ def _fit(
             trainer.resume()
         # without nworkers: a run may go on with another number of ranks
         folder.write_config(Resolved(replace(config, out=folder.path, nworkers=None), resolved.origins))
-        folder.plan(plan.row())
         for sink in folder.open_metrics(trainer.done.step):
             optimizer.add_sink(sink)
         if not trainer.finished:
+            folder.plan(plan.row())
             folder.no_result()
         ended_by = trainer.fit()
         result = _result(trainer, ended_by is None)
