@@ -40,8 +40,8 @@ def of_phase(steps: list[Step], phase: str) -> list[Step]:
 
 
 def overlaps(steps: list[Step]) -> bool:
-    """Whether in most steps the first of ten buckets is through before backward reaches the last layer it has to do,
-    and the step says so."""
+    """Whether in most steps the first of ten buckets is through before backward reaches the last layer it has to
+    do, and the step says so."""
 
     def overlapped(step: Step) -> bool:
         end_of_backward = min(step["at_first_layer"], step["handed_over"])
