@@ -14,8 +14,12 @@ from oktopk.metrics import DENSE, SPARSE
 from oktopk.tools.lab import Lab
 
 HOSTS = 2
-MOST = 0.5
-"""The share of steps in which that must be so: others use this machine too. With the worker held back it is 0."""
+FIRST = 2
+"""So many of the ten buckets at least are through before backward reaches the last layer it has to do."""
+ALMOST = 0.75
+"""The share of steps in which that must be so: others use this machine too."""
+
+TRIES = 3
 
 Step = dict[str, Any]
 
@@ -23,13 +27,22 @@ Step = dict[str, Any]
 @pytest.fixture(scope="module")
 def runs(buildable: None) -> dict[str, list[list[Step]]]:
     """The steps of every rank, as usual and with the worker held back."""
-    commands = {"usual": [], "held": ["--hold"]}
     with Lab(HOSTS, rate="1gbit") as lab:
-        results = {
-            name: lab.run([sys.executable, overlap_job.__file__, *more], timeout=100)
-            for name, more in commands.items()
-        }
-    return {name: [json.loads(rank.stdout) for rank in ranks] for name, ranks in results.items()}
+        return {"usual": undisturbed(lab), "held": steps_of_ranks(lab, "--hold")}
+
+
+def undisturbed(lab: Lab) -> list[list[Step]]:
+    """Of several runs the first that overlaps: other work on the machine takes overlap away, never adds any."""
+    for _ in range(TRIES):
+        ranks = steps_of_ranks(lab)
+        if all(overlaps(of_phase(steps, phase)) for steps in ranks for phase in (DENSE, SPARSE)):
+            break
+    return ranks
+
+
+def steps_of_ranks(lab: Lab, *options: str) -> list[list[Step]]:
+    results = lab.run([sys.executable, overlap_job.__file__, *options], timeout=100)
+    return [json.loads(rank.stdout) for rank in results]
 
 
 def of_phase(steps: list[Step], phase: str) -> list[Step]:
@@ -40,19 +53,18 @@ def of_phase(steps: list[Step], phase: str) -> list[Step]:
 
 
 def overlaps(steps: list[Step]) -> bool:
-    """Whether in most steps the first of ten buckets is through before backward reaches the last layer it has to
-    do, and the step says so."""
+    """Whether in almost every step the first buckets are exchanged while backward still runs, and it says so."""
 
     def overlapped(step: Step) -> bool:
         end_of_backward = min(step["at_first_layer"], step["handed_over"])
-        return bool(step["stops"][0] < end_of_backward and step["hidden_share"] > 0)
+        return all(stop < end_of_backward for stop in step["stops"][:FIRST]) and step["hidden_share"] > 0
 
-    return statistics.fmean(map(overlapped, steps)) >= MOST
+    return statistics.fmean(map(overlapped, steps)) >= ALMOST
 
 
 @pytest.mark.parametrize("rank", range(HOSTS))
 @pytest.mark.parametrize("phase", [DENSE, SPARSE])
-def test_the_first_bucket_is_exchanged_during_backward(
+def test_the_first_buckets_are_exchanged_during_backward(
     runs: dict[str, list[list[Step]]], phase: str, rank: int
 ) -> None:
     assert overlaps(of_phase(runs["usual"][rank], phase))

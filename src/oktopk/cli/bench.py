@@ -110,7 +110,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
     if options.figure is not None:
         check_drawing(options.figure)
     if links and (problem := lab_problem()):
-        print(f"oktopk bench: no links of {', '.join(map(str, links))}: {problem}", file=sys.stderr)
+        print(f"oktopk bench: no links of {', '.join(links)}: {problem}", file=sys.stderr)
         links = []
     return plan.fitted(free_memory()), links
 

@@ -85,8 +85,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _resolve(options: argparse.Namespace) -> Resolved:
     """As the trainer would; data alone stands for the first network that is trained on it."""
-    if options.params == 0:
-        raise ConfigError("--params must be at least 1")
     chosen = given(options)
     if "dataset" in chosen and "dnn" not in chosen and options.config is None:
         fitting = [workload.dnn for workload in WORKLOADS.values() if workload.dataset == chosen["dataset"]]

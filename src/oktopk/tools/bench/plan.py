@@ -24,7 +24,7 @@ CONTENDERS = {
     POWERSGD: "DDP with torch's powerSGD_hook, rank 1, one bucket",
     **{name: f"DDP with the hook of oktopk, {name}" for name in ALGORITHMS},
 }
-_COPIES = {POWERSGD: 4, FP16: 2, BF16: 2, BACKWARD: 1, DDP: 1, "dense": 2}
+_COPIES = {POWERSGD: 4, FP16: 2, BF16: 2, "dense": 2}
 """Of the gradient that a contender has in memory; sparse algorithms have a residual and a work buffer besides."""
 _SPARSE_COPIES, _SHARED_COPIES, _PROCESS_BYTES = 3, 8, 400e6
 _SHARE_OF_MEMORY = 0.8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import oktopk
+from oktopk.tools.cores import own_cores
 
 from .findings import Unknown, looked_into
 from .kernels import kernels
@@ -79,10 +79,9 @@ def backends() -> dict[str, Any]:
 
 
 def threads() -> dict[str, Any]:
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "host": socket.gethostname(),
-        "cores": sorted(mine),
+        "cores": own_cores(),
         "threads": torch.get_num_threads(),
     }
 

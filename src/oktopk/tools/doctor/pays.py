@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oktopk.collective import sparse_allreduce
-from oktopk.comm import Communicator, gather_json
+from oktopk.comm import Communicator, Metered, gather_json
 from oktopk.tools.bench.gradients import Gradients
 from oktopk.traffic import total
 
@@ -96,11 +96,12 @@ def _stepper(
 ) -> Callable[[Tensor, int], int]:
     """A step that makes the buffer the mean over ranks; it tells the bytes that this rank sent."""
     if algorithm == DENSE:
+        meter = Metered(comm)  # counts the bytes of a ring
 
         def dense(buffer: Tensor, number: int) -> int:
             buffer.div_(comm.world)
-            comm.all_reduce_(buffer, PHASE)
-            return 2 * 4 * size * (comm.world - 1) // comm.world  # those of a ring
+            meter.all_reduce_(buffer, PHASE)
+            return total(meter.take()).sent_bytes
 
         return dense
     residual, state = torch.zeros(size), None

@@ -212,8 +212,7 @@ def _step(place: int, row: Row, reductions: tuple[Reduction, ...], before: Step)
     )
     phase, culprits = text(row.get("phase")), text(row.get("culprits"))
     skipped = row.get("skipped") is True
-    known = None if moved is None else tuple(moved)
-    return Step(place, phase, skipped, culprits, numbers(row), before.train, reductions, known)
+    return Step(place, phase, skipped, culprits, numbers(row), before.train, reductions, moved)
 
 
 def _moved(row: Row) -> Moved:

@@ -61,7 +61,7 @@ def split(step: Step) -> Split | None:
         hidden = {name: hidden[name] + work[name] - clipped[name] for name in work}
         work = clipped
     hand_over = max(0.0, exposed - known)
-    rest = max(0.0, train.get("step_seconds", 0.0) - forward - backward - exposed)
+    rest = max(0.0, train["step_seconds"] - forward - backward - exposed)
     shown = {"forward": forward, "backward": backward, **work, "hand_over": hand_over, "rest": rest}
     return Split(shown, hidden)
 

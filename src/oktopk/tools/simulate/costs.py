@@ -7,10 +7,11 @@ at the same time, so that each takes as many times longer.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+
+from oktopk.tools.cores import own_cores
 
 from .processes import run_all
 from .replay import Prices
@@ -48,7 +49,7 @@ class Costs:
 def measure(algorithms: Sequence[str], size: int, density: float, ranks_per_core: int = 1) -> Costs:
     """Time the algorithms on as many processes at once as ranks would share the cores."""
     size = max(_SMALLEST, min(size, _LARGEST))
-    cores = min(_cores(), _MOST_CORES)
+    cores = min(len(own_cores()), _MOST_CORES)
     task = json.dumps({"algorithms": list(algorithms), "size": size, "density": density, "cores": cores})
     said = run_all("oktopk.tools.simulate.timing", [task], [{}] * cores * ranks_per_core, _TIMEOUT)
     found = [json.loads(words) for words in said]
@@ -65,7 +66,3 @@ def measure(algorithms: Sequence[str], size: int, density: float, ranks_per_core
     }
     coding = Prices(**{name: middle(one["coding"][name] for one in found) for name in found[0]["coding"]})
     return Costs(size, ranks_per_core, steps["first"], steps["steady"], coding)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
