@@ -92,6 +92,29 @@ def test_references_of_several_groups_are_pooled() -> None:
     assert ddp["steps"] == 10
 
 
+def test_contenders_are_compared_with_the_references_of_their_own_group() -> None:
+    """The machine is ten times slower while the second group is measured."""
+
+    def turns(*seconds: float) -> list[Turn]:
+        return [Turn(one, 1.0, None) for one in seconds]
+
+    plan = Plan((("backward", "ddp", "topka"), ("backward", "ddp", "oktopk", "gtopk")), 3)
+    rank = {
+        "backward": turns(1, 1, 1, 10, 10, 10),
+        "ddp": turns(4, 4, 4, 40, 40, 40),
+        "topka": turns(2, 2, 2),
+        "oktopk": turns(20, 20, 20),
+        "gtopk": turns(80, 80, 80),
+    }
+    known = {record["name"]: record for record in records(plan, 77, [rank] * 3)}
+    assert {name: known[name]["ddp_over_it"] for name in plan.names} == {
+        "backward": 22 / 5.5, "ddp": 1.0, "topka": 2.0, "oktopk": 2.0, "gtopk": 0.5,
+    }  # fmt: skip
+    above = {name: known[name]["above_backward_seconds"] for name in plan.names}
+    assert above == {"backward": 0.0, "ddp": 16.5, "topka": 1.0, "oktopk": 10.0, "gtopk": 70.0}
+    assert known["ddp"]["steps"] == 6
+
+
 def test_the_table() -> None:
     lines = [line.split("  ") for line in text(list(found().values())).splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]

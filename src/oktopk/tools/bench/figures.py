@@ -17,12 +17,27 @@ def records(plan: Plan, params: int, of_ranks: Sequence[Mapping[str, Sequence[Tu
     """A step takes as long as on its slowest rank; all else is the mean over the ranks, and then the median over
     the steps. Bytes and stages, which add up, are means."""
     found = [_record(plan, params, name, [turns[name] for turns in of_ranks]) for name in plan.names]
-    medians = {record["name"]: record["median_step_seconds"] for record in found}
+    steps = {record["name"]: record["step_seconds"] for record in found}
     for record in found:
         own = record["median_step_seconds"]
-        record["ddp_over_it"] = medians[DDP] / own if DDP in medians else None
-        record["above_backward_seconds"] = own - medians[BACKWARD] if BACKWARD in medians else None
+        ddp, backward = (_beside(plan, record["name"], reference, steps) for reference in (DDP, BACKWARD))
+        record["ddp_over_it"] = None if ddp is None else ddp / own
+        record["above_backward_seconds"] = None if backward is None else own - backward
     return found
+
+
+def _beside(plan: Plan, name: str, reference: str, steps: Mapping[str, Sequence[float]]) -> float | None:
+    """The median of a reference over the groups in which the two took turns: the machine may have been another one
+    in the others."""
+    groups = [group for group in plan.groups if reference in group]
+    each = len(steps[reference]) // len(groups) if groups else 0
+    shared = [
+        seconds
+        for place, group in enumerate(groups)
+        if name in group
+        for seconds in steps[reference][place * each : (place + 1) * each]
+    ]
+    return statistics.median(shared) if shared else None
 
 
 def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]]) -> Record:
