@@ -1,4 +1,4 @@
-"""Being asked to end while others do the work."""
+"""Being asked to end: while others do the work, or in the middle of one's own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,37 @@ from contextlib import contextmanager
 from subprocess import Popen
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that is not Ctrl-C, or that has ended other processes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def interrupted_code(error: KeyboardInterrupt) -> int:
+    """The exit code of a program that was ended so.
+
+    >>> interrupted_code(KeyboardInterrupt()), interrupted_code(Interrupted(signal.SIGTERM))
+    (130, 143)
+    """
+    return 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
+
+
+@contextmanager
+def raising(number: signal.Signals) -> Iterator[None]:
+    """The signal is an exception meanwhile, so that what was begun is cleared away."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from bench_machine import children, spaces_of
+from bench_machine import children, heeded, spaces_of
 from worlds import is_running, wait_until
 
 from oktopk.cli import main
@@ -49,7 +49,8 @@ def test_metered_bytes_are_those_of_the_kernel(capsys: pytest.CaptureFixture[str
 
 def test_interrupting_leaves_nothing() -> None:
     command = [sys.executable, "-m", "oktopk", "bench", "--ranks", "3", "--link", "none,1gbit", "--model", "mlp"]
-    bench = subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with heeded(signal.SIGINT):
+        bench = subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         # lab_problem() builds a lab of one host before
         assert wait_until(lambda: len(spaces_of(bench.pid)) == 4 and len(children(bench.pid)) >= 3, PATIENCE)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_machine import children
+from bench_machine import children, heeded
 from worlds import is_running, wait_until
 
 from oktopk.cli import main
@@ -106,7 +106,8 @@ def test_ranks_that_are_late_are_ended() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupting_leaves_nothing(number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "oktopk", "bench", "--ranks", "3", "--model", "mlp", "--params", "10k"]
-    bench = subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with heeded(number):
+        bench = subprocess.Popen([*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert wait_until(lambda: len(children(bench.pid)) == 3, PATIENCE)
         ranks = children(bench.pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_machine import children, heeded
+from worlds import is_running, wait_until
 
 from oktopk import Communicator, run_threads
 from oktopk.cli import main
@@ -232,6 +235,38 @@ def run(command: list[str], code: int, **environment: str) -> str:
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
+
+
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_a_signal_ends_it_with_a_code_that_tells_which(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: Any) -> World:
+        os.kill(os.getpid(), number)
+        raise AssertionError("nobody heeds the signal")
+
+    monkeypatch.setattr("oktopk.cli.doctor.examine", interrupted)
+    with heeded(signal.SIGINT):
+        assert main(["doctor", "--out", str(tmp_path)]) == code
+
+
+def test_a_signal_for_all_ranks_is_told_by_the_code_of_all(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "oktopk", "doctor", "--ranks", "3", "--out", str(tmp_path)]
+    with heeded(signal.SIGTERM):
+        doctor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert wait_until(lambda: len(children(doctor.pid)) >= 3, SECONDS)
+        ranks = children(doctor.pid)
+        doctor.send_signal(signal.SIGTERM)
+        doctor.communicate(timeout=SECONDS)
+    finally:
+        doctor.kill()
+    assert doctor.returncode == 143
+    assert not any(map(is_running, ranks))
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_ranks_of_mpirun_are_healthy() -> None:

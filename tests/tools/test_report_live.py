@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from bench_machine import heeded
 from report_runs import write_run, write_steps
 
 from oktopk.cli import main
@@ -87,20 +87,10 @@ def test_there_is_news_when_the_files_have_changed(server: Server, tmp_path: Pat
     assert "Of 9 steps so far" in news["parts"]["r0-answers"]
 
 
-@contextmanager
-def _heeded(number: signal.Signals) -> Iterator[None]:
-    """A process that is started meanwhile does not ignore the signal, even if this one does, in the background."""
-    before = signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     write_run(tmp_path, steps=2, warmup=1)
     command = [sys.executable, "-m", "oktopk", "report", "--live", str(tmp_path)]
-    with _heeded(signal.SIGINT):
+    with heeded(signal.SIGINT):
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with child:
         try:

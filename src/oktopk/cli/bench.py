@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +21,9 @@ from pathlib import Path
 import torch
 
 from oktopk.errors import OkTopkError
+from oktopk.signals import interrupted_code
 from oktopk.tools.bench.figures import Record
-from oktopk.tools.bench.launch import NO_LIMIT, Interrupted, measure
+from oktopk.tools.bench.launch import NO_LIMIT, measure
 from oktopk.tools.bench.picture import check_drawing, draw
 from oktopk.tools.bench.plan import CONTENDERS, BenchError, Plan, free_memory
 from oktopk.tools.bench.tables import text
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         code = 2 if isinstance(error, BenchError) else 1
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        code = 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
+        code = interrupted_code(error)
     return _show(options, records) or code  # of the links before, if something went wrong
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from oktopk.errors import OkTopkError
+from oktopk.signals import interrupted_code, raising
 from oktopk.tools.doctor import (
     CHECKS,
     PROBLEM,
@@ -97,23 +98,26 @@ def _examine(options: argparse.Namespace, resolved: Resolved, place: Place) -> i
     asked = Asked(place.how, place.world, config.nworkers, options.params, config.density)
     if config.out is not None:
         asked = replace(asked, out=config.out)
-    data, code = _data(resolved, place), None
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is cleared away then, too
     try:
-        with joined(place, config.timeout) as comm:
+        with raising(signal.SIGTERM):
+            return _told(asked, _data(resolved, place), place, config.timeout, options.json)
+    except KeyboardInterrupt as error:
+        return interrupted_code(error)
+
+
+def _told(asked: Asked, data: Data | None, place: Place, timeout: float, as_json: bool) -> int:
+    code = None
+    try:
+        with joined(place, timeout) as comm:
             world = examine(comm, asked, data)
-            code = _tell(world, place, options.json)
+            code = _tell(world, place, as_json)
             if world.broken is None:
                 comm.all_gather_ints([0], "doctor")  # nobody leaves before rank 0 has spoken
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except Exception as error:  # whatever keeps ranks from coming together is a finding
         if code is None:
             reason = (sentence(error) or type(error).__name__).splitlines()[0]
             apart = f"they did not come together: {reason}"
-            code = _tell(examine_alone(asked, apart, data), place, options.json)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            code = _tell(examine_alone(asked, apart, data), place, as_json)
     return code
 
 

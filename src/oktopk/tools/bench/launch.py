@@ -17,7 +17,7 @@ from typing import IO
 
 import torch.distributed as dist
 
-from oktopk.signals import passing_on
+from oktopk.signals import Interrupted, passing_on
 from oktopk.tools.lab import JobFailed, JobTimeout, Lab, RankResult
 
 from .figures import Record
@@ -25,14 +25,6 @@ from .plan import Plan
 
 NO_LIMIT = "none"
 _POLL, _GRACE = 0.05, 5.0
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal has ended the ranks on loopback."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
 
 
 def measure(plan: Plan, links: Sequence[str]) -> Iterator[list[Record]]:
