@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from oktopk.comm import Communicator, GroupCommunicator, MPICommunicator, alone
-from oktopk.signals import passing_on
+from oktopk.ranks import Process, local_world, started
 
 from .config import ConfigError
 from .together import is_raised_by_all
@@ -156,26 +156,16 @@ def run_ranks(count: int, command: Sequence[str]) -> int:
 
     Ctrl-C, SIGTERM and the end of the terminal are passed on: ranks then save and end by themselves.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    shared = {
-        **os.environ,
-        _OURS: STARTED_BY_RANKS,
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks find the store above, and none opens another one
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(count))),
-    }
-    processes: list[subprocess.Popen[bytes]] = []
-    with passing_on(processes):
-        try:
-            for rank in range(count):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env={**shared, **own}, start_new_session=True))
-            return _first_failure(processes)
-        finally:
-            _end(processes)
+    own = {_OURS: STARTED_BY_RANKS, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(count)))}
+    with (
+        local_world(count) as world,
+        started(command, [Process({**rank, **own}) for rank in world]) as (processes, _),
+    ):
+        code = _first_failure(processes)
+        for process in processes:
+            if process.poll() is None:
+                log.warning("rank process %d does not end: it is killed", process.pid)
+        return code
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -189,11 +179,3 @@ def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     codes = [process.poll() for process in processes]
     code = code or next((code for code in codes if code), 0)
     return 128 - code if code < 0 else code
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            log.warning("rank process %d does not end: it is killed", process.pid)
-            process.kill()
-        process.wait()

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import IO
 
-import torch.distributed as dist
-
-from oktopk.signals import Interrupted, passing_on
+from oktopk.ranks import Process, local_world, started
+from oktopk.signals import Interrupted
 from oktopk.tools.lab import JobFailed, JobTimeout, Lab, RankResult
 
 from .figures import Record
@@ -48,33 +47,16 @@ def _command(plan: Plan) -> list[str]:
 
 def on_loopback(command: Sequence[str], ranks: int, timeout: float, show: bool = False) -> str:
     """What rank 0 has printed. `show` lets its stderr through."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks find the store above, and none opens another one
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    processes: list[subprocess.Popen[bytes]] = []
-    # A signal is noted, and raises nothing: a rank that is being started must not be forgotten.
-    with passing_on(processes) as came, contextlib.ExitStack() as stack:
+    own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GLOO_SOCKET_IFNAME": "lo"}
+    with contextlib.ExitStack() as stack:
         outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(ranks)]
-        stack.callback(_end, processes)
-        for rank, (out, err) in enumerate(outputs):
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=None if show and rank == 0 else err,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,
-            )
-            processes.append(process)
-        failed, late = _watch(processes, timeout, came)
-        _end(processes)
+        world = stack.enter_context(local_world(ranks))
+        wanted = [
+            Process({**environment, **own}, out, None if show and rank == 0 else err)
+            for rank, (environment, (out, err)) in enumerate(zip(world, outputs, strict=True))
+        ]
+        with started(command, wanted) as (processes, came):
+            failed, late = _watch(processes, timeout, came)
         results = [
             RankResult(rank, process.returncode, _text(out), _text(err))
             for rank, (process, (out, err)) in enumerate(zip(processes, outputs, strict=True))
@@ -109,13 +91,6 @@ def _running(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def _failed(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     return [rank for rank, process in enumerate(processes) if process.poll()]
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
 
 
 def _text(file: IO[bytes]) -> str:
