@@ -198,7 +198,7 @@ class StepEvent(Densities):
 
     @property
     def hidden_share(self) -> float:
-        """The part of the reductions' time that ran beside backward, from 0 to 1."""
+        """The part of the reductions' time that training did not wait for, from 0 to 1."""
         busy = self.seconds.total
         return min(1.0, max(0.0, 1.0 - self.exposed / busy)) if busy > 0 else 0.0
 

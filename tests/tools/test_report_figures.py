@@ -41,7 +41,7 @@ def test_the_stack_is_the_step_and_hidden_work_is_beside_it(run: Run) -> None:
     assert sparse["seconds"]["encode"] == pytest.approx((0.02 + 0.02) / 2)
     assert sparse["seconds"]["hand_over"] == pytest.approx(EXPOSED - 0.1)
     assert sparse["seconds"]["rest"] == pytest.approx(STEP - FORWARD - BACKWARD - EXPOSED)
-    assert sparse["hidden_share"] == pytest.approx(0.3 / 0.4)
+    assert sparse["hidden_work_share"] == pytest.approx(0.3 / 0.4)
     assert sum(sparse["shares"].values()) == pytest.approx(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from oktopk.bounds import WORD_BYTES, oktopk_words, ring_words
 from oktopk.metrics import ENTRY_BYTES
 from oktopk.schedule import RAMP_FROM
 
@@ -80,11 +81,11 @@ class Plan:
     def volume(self) -> list[str]:
         """Bytes of a step, dense and sparse: the payload by its formula, and what a rank sends, as expected."""
         k = max(1, round(self.density * self.parameters))
-        ring = 2 * (self.world - 1) / self.world * 4 * self.parameters
+        ring = WORD_BYTES * ring_words(self.parameters, self.world)
         sent = f"a rank sends {ring:,.0f} (ring)" if self.world > 1 else "one rank alone sends nothing"
-        lines = [f"a dense step: {4 * self.parameters:,} bytes of gradient; {sent}"]
+        lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
         if self.algorithm != "dense":
-            bound = 6 * k * (self.world - 1) / self.world * 4
+            bound = WORD_BYTES * oktopk_words(k, self.world)
             bounded = self.algorithm == "oktopk" and self.world > 1
             about = f"; a rank sends less than {bound:,.0f} on average (6k words)" if bounded else ""
             payload = f"{ENTRY_BYTES * k:,} bytes for {k:,} entries"

@@ -108,12 +108,12 @@ _GROUP = {
 
 
 def _hidden(means: Mapping[str, Any], phase: str) -> str:
-    if means["hidden_share"] is None:
+    if means["hidden_work_share"] is None:
         return "The files do not tell."
     hidden, busy = sum(means["hidden_seconds"].values()), means["reduction_seconds"]
     return (
-        f"{percent(means['hidden_share'])}: the reductions of a {phase} step took {seconds_text(busy)}, of which "
-        f"{seconds_text(hidden)} ran beside backward and {seconds_text(busy - hidden)} after it."
+        f"{percent(means['hidden_work_share'])}: the reductions of a {phase} step took {seconds_text(busy)}, "
+        f"of which {seconds_text(hidden)} ran beside backward and {seconds_text(busy - hidden)} after it."
     )
 
 

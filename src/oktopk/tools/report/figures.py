@@ -100,7 +100,7 @@ def final(run: dict[str, Any]) -> dict[str, Any]:
         "phase": phase,
         "loss": next((value for value in reversed(run["series"]["loss"]["mean"]) if value is not None), None),
         "step_seconds": of.get("step_seconds"),
-        "hidden_share": of.get("hidden_share"),
+        "hidden_work_share": of.get("hidden_work_share"),
         "sent_bytes": sent,
         "of_dense": sent / dense if sent is not None and dense else None,
         "sent_so_far_bytes": next(reversed(run["series"]["sent_so_far_bytes"]), None),

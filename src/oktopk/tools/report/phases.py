@@ -7,12 +7,12 @@ from statistics import fmean
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
+from oktopk.bounds import WORD_BYTES, least_words, oktopk_words, ring_words
 from oktopk.metrics import DENSE, SPARSE
 
 from .runs import Run, Step
 from .times import GROUPS, mean, split
 
-WORD_BYTES = 4
 COLUMNS = ("target_density", "local_density", "global_density", "sent_bytes", "received_bytes", "sent_messages",
            "control_bytes", "modelled_bytes", "payload_bytes")  # fmt: skip
 
@@ -23,23 +23,19 @@ def average(values: Iterable[float | None]) -> float | None:
 
 
 def bounds(step: Step, world: int | None) -> dict[str, float | None]:
-    """Bytes that a rank sends in this step: dense by a ring, the bound 6k(P-1)/P words, and 2k(P-1)/P words, which
-    no exchange of k plain indices and values goes below. A bucket that went dense in a sparse step takes two words
-    for each of its entries."""
+    """Bytes that a rank sends in this step: dense by a ring, and the bounds of 6k and 2k words. A bucket that went
+    dense in a sparse step takes the ring's words."""
     size, k = step.numbers.get("size_entries"), step.numbers.get("target_count")
-    share = None if world is None else (world - 1) / world
-    dense = sum(part.numbers.get("size_entries", 0.0) for part in step.reductions if part.phase == DENSE)
-
-    def words(count: float | None, factor: int, more: float = 0.0) -> float | None:
-        return (
-            None if count is None or share is None else (factor * (count - more) + 2 * more) * WORD_BYTES * share
-        )
-
-    return {
-        "dense": words(size, 2),
-        "6k": words(k, 6, dense) if step.phase == SPARSE else None,
-        "2k": words(k, 2, dense) if step.phase == SPARSE else None,
-    }
+    limits: dict[str, float | None] = dict.fromkeys(("dense", "6k", "2k"))
+    if world is None:
+        return limits
+    if size is not None:
+        limits["dense"] = WORD_BYTES * ring_words(size, world)
+    if k is not None and step.phase == SPARSE:
+        dense = sum(part.numbers.get("size_entries", 0.0) for part in step.reductions if part.phase == DENSE)
+        for name, words in (("6k", oktopk_words), ("2k", least_words)):
+            limits[name] = WORD_BYTES * (words(k - dense, world) + ring_words(dense, world))
+    return limits
 
 
 def phases(run: Run) -> dict[str, dict[str, Any]]:
@@ -85,7 +81,7 @@ def _times(steps: Sequence[Step]) -> dict[str, Any]:
     whole = mean(one for one in map(split, steps) if one is not None)
     if whole is None:
         nothing: dict[str, Any] = {"seconds": {}, "hidden_seconds": {}, "shares": {}}
-        return nothing | dict.fromkeys(("step_seconds", "reduction_seconds", "hidden_share"))
+        return nothing | dict.fromkeys(("step_seconds", "reduction_seconds", "hidden_work_share"))
     hidden = sum(whole.hidden.values())
     busy = hidden + sum(whole.shown[stage] for stage in whole.hidden)
     shares = {
@@ -98,7 +94,7 @@ def _times(steps: Sequence[Step]) -> dict[str, Any]:
         "hidden_seconds": dict(whole.hidden),
         "reduction_seconds": busy,
         "shares": shares,
-        "hidden_share": hidden / busy if busy > 0 else None,
+        "hidden_work_share": hidden / busy if busy > 0 else None,
     }
 
 

@@ -91,7 +91,7 @@ _MEANS: tuple[tuple[str, str, Any], ...] = (
     ("2k(P−1)/P words", "bound_2k_bytes", byte_text),
     ("messages sent by rank 0", "sent_messages", lambda x: f"{x:.3g}"),
     ("step", "step_seconds", seconds_text),
-    ("hidden share of the reductions", "hidden_share", percent),
+    ("hidden share of the reductions' work", "hidden_work_share", percent),
 )
 
 
@@ -182,7 +182,7 @@ def finals(rows: Sequence[Mapping[str, Any]]) -> str:
         "sent per step": _column(rows, "sent_bytes", byte_text),
         "of dense": _column(rows, "of_dense", percent),
         "time per step": _column(rows, "step_seconds", seconds_text),
-        "hidden": _column(rows, "hidden_share", percent),
+        "hidden": _column(rows, "hidden_work_share", percent),
         "sent in all": _column(rows, "sent_so_far_bytes", byte_text),
         "time in steps": _column(rows, "elapsed_seconds", seconds_text),
         "density sent": _column(rows, "local_density", percent),
