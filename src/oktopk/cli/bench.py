@@ -32,6 +32,7 @@ from oktopk.tools.lab import lab_problem, parse_rate
 from oktopk.wire import VALUE_CODES
 
 from .complaint import complain
+from .lists import words
 from .numbers import count
 
 NO_LINK = (
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
     """What to measure on which links; what is wrong is said before anything is measured."""
-    names, links = _words(options.contenders), _words(options.link or "")
+    names, links = words(options.contenders), words(options.link or "")
     if not names or (options.link is not None and not links):
         raise BenchError(f"give at least one {'link' if names else 'contender'}")
     try:
@@ -113,10 +114,6 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
         print(f"oktopk bench: no links of {', '.join(links)}: {problem}", file=sys.stderr)
         links = []
     return plan.fitted(free_memory()), links
-
-
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def _show(options: argparse.Namespace, records: list[Record]) -> int:

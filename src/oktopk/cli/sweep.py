@@ -27,6 +27,7 @@ from oktopk.train.launch import find_place
 from oktopk.train.origins import resolve
 
 from .complaint import complain
+from .lists import words
 from .options import given
 from .train import add_arguments as add_train_arguments
 
@@ -59,18 +60,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sweep(options: argparse.Namespace, runs: Sequence[tool.Run]) -> int:
-    words = [*(["--ranks", options.ranks] if options.ranks else []), *options.options]
-    _check_same(options.out, words)
+    passed_on = [*(["--ranks", options.ranks] if options.ranks else []), *options.options]
+    _check_same(options.out, passed_on)
     log, handler = logging.getLogger(tool.__name__), logging.StreamHandler(sys.stderr)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
         outcomes, ended_by = tool.do_all(
-            runs, options.out, words, note=lambda known: tool.write(options.out, tool.report(known, words))
+            runs, options.out, passed_on, note=lambda known: tool.write(options.out, tool.report(known, passed_on))
         )
     finally:
         log.removeHandler(handler)
-    report = tool.report(outcomes, words)
+    report = tool.report(outcomes, passed_on)
     print(json.dumps(report, indent=2) if options.json else text(report))
     if ended_by is not None:
         print(f"{ended_by.name}: the same command goes on with the sweep in {options.out}", file=sys.stderr)
@@ -97,9 +98,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"compression is False ({origin}), and all runs would be dense: take it out")
 
 
-def _check_same(folder: Path, words: Sequence[str]) -> None:
+def _check_same(folder: Path, passed_on: Sequence[str]) -> None:
     before = tool.options_before(folder)
-    if before is not None and before != list(words):
+    if before is not None and before != list(passed_on):
         raise ConfigError(
             f"{folder} holds a sweep with other options ({' '.join(before) or 'none'}), whose runs cannot be "
             "compared with these: give the same options, or another --out"
@@ -107,10 +108,10 @@ def _check_same(folder: Path, words: Sequence[str]) -> None:
 
 
 def _list(name: str, text: str) -> list[Any]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
+    found = words(text)
+    if not found:
         raise ConfigError(f"give at least one {name}, got {text!r}")
-    return [parse(name, word, "command line") for word in words]
+    return [parse(name, word, "command line") for word in found]
 
 
 Form = Callable[[Any], str]
