@@ -88,6 +88,46 @@ def test_numbers_that_are_none(tmp_path: Path) -> None:
     assert shown(tmp_path)[0]["about"]["steps"] == 6
 
 
+def changed(folder: Path, event: str, name: str, values: list[Any]) -> None:
+    """The first lines of a kind have other values in a column."""
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, value in zip([row for row in rows if row["event"] == event], values, strict=False):
+        row[name] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_values_that_are_no_numbers_are_counted_by_column(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=6, warmup=2)
+    assert not [note for note in shown(tmp_path)[0]["notes"] if "no numbers" in note]
+    changed(tmp_path, "train", "loss", [float("nan"), "7.0", None])
+    changed(tmp_path, "step", "sent_bytes", [True])
+    run, text = shown(tmp_path)
+    said = "Values in metrics.jsonl that are no numbers or not finite were left out: loss (3), sent_bytes (1)."
+    assert said in run["notes"]
+    assert said in text
+    assert run["series"]["loss"]["mean"][:3] == [None] * 3
+
+
+def test_bytes_of_operations_and_ranks_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=6, warmup=2)
+    moved = {"operation": "all_gather", "stage": "x", "sent_bytes": "9", "sent_messages": None}
+    changed(tmp_path, "step", "traffic", [[moved]])
+    changed(tmp_path, "epoch", "sent_bytes", [{"dense": [1, "2", None]}])
+    assert "left out: sent_bytes (3), sent_messages (1)." in notes(tmp_path)
+
+
+def test_names_of_columns_without_numbers_are_text_and_few(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=2, warmup=1)
+    for name in (HOSTILE, *"abcdef"):
+        changed(tmp_path, "validation", name, ["none"])
+    run, text = shown(tmp_path)
+    (note,) = (note for note in run["notes"] if "no numbers" in note)
+    assert note.count("(1)") == 5
+    assert note.endswith("d (1), ….")
+    assert "<img src=x" not in text
+
+
 def test_hostile_texts_are_text(tmp_path: Path) -> None:
     write_run(tmp_path, steps=6, warmup=2, skipped={3: HOSTILE}, dnn=HOSTILE, algorithm=HOSTILE)
     path = tmp_path / "metrics.jsonl"

@@ -84,6 +84,7 @@ def test_there_is_news_when_the_files_have_changed(server: Server, tmp_path: Pat
         time.sleep(0.05)
     news = json.loads(answer[1])
     assert news["charts"].keys() == state["charts"].keys()
+    assert {f"{name}-caption" for name in news["charts"]} < news["parts"].keys()
     assert "Of 9 steps so far" in news["parts"]["r0-answers"]
 
 
@@ -138,3 +139,13 @@ def test_without_plotly_it_says_what_to_install(
     assert main(["report", str(write_run(tmp_path, steps=2, warmup=1)), "-o", str(tmp_path / "p.html")]) == 1
     assert "pip install 'oktopk[report]'" in capsys.readouterr().err
     assert not (tmp_path / "p.html").exists()
+
+
+def test_without_plotly_no_address_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", "--live", str(write_run(tmp_path, steps=2, warmup=1))]) == 1
+    said = capsys.readouterr()
+    assert "pip install 'oktopk[report]'" in said.err
+    assert said.out == ""

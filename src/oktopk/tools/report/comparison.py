@@ -24,7 +24,7 @@ def comparison(runs: Runs) -> list[Chart]:
         ),
         _losses(
             *(runs, "bytes", "Loss against bytes", "sent_so_far_bytes", "bytes sent by rank 0 so far (B)"),
-            "All that rank 0 sent, warm-up included. The axis is logarithmic.",
+            "All that rank 0 sent in reductions, warm-up included. The axis is logarithmic.",
         ),
         _validations(runs),
     ]

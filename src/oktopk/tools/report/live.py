@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from . import runs
 from .figures import report
-from .page import contents, in_script, page
+from .page import check_drawing, contents, in_script, page
 
 LOOPBACK = "127.0.0.1"
 PERIOD = 2000
@@ -132,6 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def serve(folders: Sequence[Path], port: int, told: Callable[[str], None]) -> None:
     """Until Ctrl-C. `told` hears the address."""
+    check_drawing()
     with Server(folders, port) as server:
         try:
             told(server.url)

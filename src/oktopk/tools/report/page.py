@@ -87,7 +87,8 @@ class _Draft:
         for chart in made:
             name = f"{prefix}-{chart.name}"
             self.figures[name] = chart.figure
-            caption = f"<figcaption>{tables.safe(chart.caption)}</figcaption>"
+            self.parts[f"{name}-caption"] = tables.safe(chart.caption)
+            caption = f'<figcaption data-part="{name}-caption">{tables.safe(chart.caption)}</figcaption>'
             title = f"<h3>{tables.safe(chart.title)}</h3>"
             places.append(f'<figure>{title}<div class="chart" id="{name}"></div>{caption}</figure>')
         return f'<div class="grid">{"".join(places)}</div>' if places else ""
@@ -132,6 +133,11 @@ def _policy(scripts: Sequence[str], live: bool) -> str:
 
 def _file(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def check_drawing() -> None:
+    """What is missing is said before anybody waits for a page."""
+    _plotly()
 
 
 def _plotly() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ LARGEST_TEXT_FILE = 2**18
 LARGEST_NUMBER = 1e60
 """Nothing that is measured is larger, and sums of many such still are numbers."""
 _SIZE_BINS = range(64)
+_OF_NUMBERS = ("reduction", "step", "train", "validation")
+_NO_NUMBERS = frozenset({"event", "phase", "algorithm", "culprits", "skipped", "exact", "slowest_rank", "traffic"})
+"""Lines whose columns are numbers, but for these; no rank need be the slowest."""
+_MOVED = ("sent_bytes", "sent_messages", "seconds")
+_MOST_NAMES = 5
 
 Row = Mapping[str, Any]
 
@@ -93,11 +99,13 @@ def rows(path: Path, notes: list[str]) -> Iterator[Row]:
         notes.append(f"There is no {path.name}: nothing is known of single steps.")
         return
     bad: list[int] = []
+    dropped: Counter[str] = Counter()
     try:
         with open(path, "rb") as file:
             for place, line in enumerate(file, start=1):
                 row = _parsed(line)
                 if row is not None:
+                    dropped.update(_without_number(row))
                     yield row
                 elif not line.endswith(b"\n"):
                     notes.append(
@@ -111,6 +119,31 @@ def rows(path: Path, notes: list[str]) -> Iterator[Row]:
         notes.append(
             f"{len(bad)} lines of {path.name} are no JSON objects and were left out, line {bad[0]} first."
         )
+    if dropped:
+        notes.append(_what_was_dropped(dropped, path.name))
+
+
+def _without_number(row: Row) -> Iterator[str]:
+    """The columns of a line that should have a number and do not: what is not finite is written as null."""
+    if row.get("event") in _OF_NUMBERS:
+        yield from (text(name) for name in row if name not in _NO_NUMBERS and number(row[name]) is None)
+    traffic, sent = row.get("traffic"), row.get("sent_bytes")
+    for part in traffic if isinstance(traffic, list) else ():
+        if isinstance(part, dict):
+            yield from (name for name in _MOVED if name in part and number(part[name]) is None)
+    for ranks in sent.values() if isinstance(sent, dict) else ():
+        if isinstance(ranks, list):
+            yield from ("sent_bytes" for value in ranks if number(value) is None)
+
+
+def _what_was_dropped(dropped: Counter[str], name: str) -> str:
+    """
+    >>> _what_was_dropped(Counter({"loss": 3, "threshold": 1}), "metrics.jsonl")
+    'Values in metrics.jsonl that are no numbers or not finite were left out: loss (3), threshold (1).'
+    """
+    shown = [f"{column} ({count:,})" for column, count in dropped.most_common(_MOST_NAMES)]
+    more = ["…"] if len(dropped) > _MOST_NAMES else []
+    return f"Values in {name} that are no numbers or not finite were left out: {', '.join([*shown, *more])}."
 
 
 def _parsed(line: bytes) -> Row | None:
