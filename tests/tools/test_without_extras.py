@@ -25,11 +25,14 @@ from oktopk.cli import main
 
 sys.exit(main(sys.argv[1:]))
 """
+PATIENCE = 500
+"""Seconds; a busy machine is not a bug."""
+pytestmark = pytest.mark.timeout(PATIENCE + 100)
 
 
 def oktopk(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", WITHOUT, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=folder, check=False)
 
 
 @pytest.mark.parametrize(
@@ -43,5 +46,5 @@ def test_the_library_alone_is_enough(words: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["train", "sweep", "data"])
 def test_what_is_missing_is_named(command: str, tmp_path: Path) -> None:
     done = oktopk(tmp_path, command, "--help")
-    missing = f"oktopk {command}: error: the package tqdm is not installed: pip install 'oktopk[train,report]'\n"
+    missing = f"oktopk {command}: error: the package tqdm is not installed: pip install 'oktopk[train]'\n"
     assert (done.returncode, done.stderr) == (1, missing)

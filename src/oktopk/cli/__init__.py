@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from oktopk import __version__
+from oktopk.extras import how_to_install
 
 COMMANDS = {
     "train": "train a network, and write down what happened",
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "oktopk":
             raise
-        missing = f"the package {error.name} is not installed: pip install 'oktopk[train,report]'"
+        missing = f"the package {error.name} is not installed: {how_to_install(error.name)}"
         print(f"oktopk {words[0]}: error: {missing}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read our output has heard enough

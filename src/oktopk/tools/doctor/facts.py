@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -17,14 +16,12 @@ import torch
 import torch.distributed as dist
 
 import oktopk
+from oktopk.extras import packages
 from oktopk.tools.cores import own_cores
 
 from .findings import Unknown, looked_into
 from .kernels import kernels
 from .mpi import mpi
-
-EXTRAS = ("mpi", "train", "report")
-"""Of the package, those that a user may want; the others are for examples and for development."""
 
 
 def local_facts(data: Callable[[], Any] | None) -> dict[str, Any]:
@@ -60,12 +57,9 @@ def _version(package: str) -> str | None:
 
 def missing_packages() -> dict[str, list[str]]:
     """By extra: those of its packages that are not installed."""
-    wanted: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
-    for requirement in metadata.requires("oktopk") or ():
-        found = re.fullmatch(r"([\w.-]+)[^;]*;\s*extra == ['\"](\w+)['\"]", requirement)
-        if found and found[2] in wanted and _version(found[1]) is None:
-            wanted[found[2]].append(found[1])
-    return wanted
+    return {
+        extra: [package for package in inside if _version(package) is None] for extra, inside in packages().items()
+    }
 
 
 def backends() -> dict[str, Any]:
