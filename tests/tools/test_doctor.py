@@ -162,6 +162,11 @@ def test_compression_that_pays_comes_with_settings() -> None:
     assert finding.level == OK
     assert "pays: a dense step takes about 500 ms, oktopk fp16 at 0.02 100 ms, 5.0 times faster" in finding.found
     assert "scaled" not in finding.found
+    assert [line.endswith("8 MB sent by a rank (ring)") for line in finding.found.splitlines()[1:]] == [
+        True,
+        False,
+        False,
+    ]
     # three ranks share eight cores
     assert finding.advice == 'settings: density=0.02, values="fp16", OMP_NUM_THREADS=2'
 

@@ -21,6 +21,7 @@ from oktopk.cli import main
 from oktopk.tools.doctor import CHECKS, PROBLEM, Asked, World, examine, exit_code, judged, pays, together
 from oktopk.tools.doctor.facts import footprint
 from oktopk.tools.doctor.links import MOST, chosen_peers, links
+from oktopk.tools.doctor.mpi import mpi
 from oktopk.train.data.audio import write_samples
 from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST
 from oktopk.train.data.synth import generate
@@ -226,6 +227,16 @@ def test_wrong_options_end_with_two(words: list[str], capsys: pytest.CaptureFixt
         code = end.code
     assert code == 2
     assert words[0].strip("-") in capsys.readouterr().err
+
+
+def test_an_mpi_that_hangs_is_named_with_the_time_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: Any, **options: Any) -> Any:
+        raise subprocess.TimeoutExpired("python", options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(RuntimeError, match="mpi4py has not told its library within 60 s"):
+        mpi()
 
 
 def run(command: list[str], code: int, **environment: str) -> str:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 SECONDS = 60
+"""For a look at the library, whatever --timeout says: that is for ranks that wait for each other."""
 
 
 def mpi() -> dict[str, Any] | None:
@@ -16,7 +17,12 @@ def mpi() -> dict[str, Any] | None:
     may end it, and here MPI must stay as it is for whoever starts it later."""
     if "mpi4py.MPI" in sys.modules:
         return library()
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=SECONDS)
+    command = [sys.executable, __file__]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired as error:
+        late = f"mpi4py has not told its library within {SECONDS} s: the machine is very busy, or MPI hangs"
+        raise RuntimeError(f"{late}; see what happens by: python -c 'from mpi4py import MPI'") from error
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip() or f"mpi4py ends with code {done.returncode}").splitlines()[-1])
     found: dict[str, Any] | None = json.loads(done.stdout)
