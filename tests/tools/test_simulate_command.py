@@ -89,7 +89,7 @@ def test_what_cannot_be_simulated_is_said(capsys, words, complaint):
 
 
 def answer(name: str, ranks: int, seconds: float) -> Answer:
-    return Answer(ranks, name, Replayed(seconds, 0, 0, 0, 0, 0), None, 1, 1)
+    return Answer(ranks, name, Replayed(seconds, 0, 0, 0, 0, 0), seconds, None, 1, 1)
 
 
 def test_crossings_are_where_the_lines_meet():

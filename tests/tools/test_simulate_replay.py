@@ -111,3 +111,18 @@ def test_control_does_not_grow_with_the_tensor_and_payload_does():
 def test_a_trace_that_waits_for_ever_is_an_error():
     with pytest.raises(SimulationError, match="rank 1 waits"):
         seconds(trace(), trace((RECEIVE, 0)))
+
+
+def test_overhead_is_paid_for_each_message_one_by_one_while_latency_is_shared():
+    everybody = [trace(*((CONTROL, p, 0) for p in range(3) if p != r), *((RECEIVE, p) for p in range(3) if p != r))
+                 for r in range(3)]  # fmt: skip
+    assert seconds(*everybody, network=Network(2.0, 10.0)) == pytest.approx(2)
+    assert seconds(*everybody, network=Network(2.0, 10.0, 0.5)) == pytest.approx(2 * 0.25 + 2 + 2 * 0.25)
+    assert seconds(*everybody, network=Network(0.0, 10.0, 0.5)) == pytest.approx(2 * 2 * 0.25)
+
+
+def test_a_ring_pays_overhead_in_each_of_its_rounds():
+    ring = [trace((RING, 30, 4, 0)) for _ in range(3)]
+    plain, paid = (replay(ring, Scale(1), Network(2.0, 10.0, overhead), FREE) for overhead in (0.0, 0.5))
+    assert paid.seconds == pytest.approx(plain.seconds + 4 * 0.5)
+    assert paid.work_seconds == pytest.approx(4 * 0.5)

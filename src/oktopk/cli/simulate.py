@@ -22,6 +22,7 @@ from typing import Any
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools import simulate as tool
+from oktopk.tools.cores import own_cores
 from oktopk.tools.lab import lab_problem, parse_rate
 
 from .complaint import complain
@@ -45,12 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--density", default="0.01", metavar="X", help="of what a rank sends (default: 0.01)")
     parser.add_argument(
-        "--net", default="10gbit:50us", metavar="RATE:LATENCY", help="of every rank's link (default: 10gbit:50us)"
-    )
+        "--net", default="10gbit:50us", metavar="RATE:LATENCY[:OVERHEAD]",
+        help="of every rank's link (default: 10gbit:50us); the overhead of a message, during which a rank does "
+        "nothing else, is measured through gloo unless it is given, like 10gbit:50us:4us",
+    )  # fmt: skip
     parser.add_argument(
         "--calibrate", nargs="?", const=_LOOPBACK, metavar="RATE",
-        help="measure the link instead: between two hosts in network namespaces at this rate, like 1gbit (needs "
-        "root), or, without a rate or root, on the loopback of this machine",
+        help="measure the link instead: between hosts in network namespaces at this rate, like 1gbit (needs root), "
+        "or, without a rate or root, on the loopback of this machine",
     )  # fmt: skip
     parser.add_argument("--algorithms", default=every, metavar="A,B,…", help=f"(default: {every})")
     parser.add_argument("--ranks-per-core", default="1", metavar="N", help="ranks that share a core (default: 1)")
@@ -77,12 +80,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace, question: tool.Question, ranks_per_core: int) -> dict[str, Any]:
-    link = tool.GIVEN
-    if options.calibrate:
-        network, link = _calibrate(options.calibrate)
-        question = replace(question, network=network)
+    link, at_once = tool.GIVEN, max(2, ranks_per_core * len(own_cores()))
     with Progress(len(question.ranks) * len(question.algorithms)) as progress:
-        progress.say("measuring what work costs on this machine")
+        progress.say("measuring what messages and work cost on this machine")
+        network = question.network
+        if options.calibrate:
+            network, link = _calibrate(options.calibrate, at_once)
+        elif network.overhead is None:
+            network = replace(network, overhead=tool.calibrate_loopback(at_once).overhead)
+            link = tool.HALF_GIVEN
+        question = replace(question, network=network)
         costs = tool.measure(question.algorithms, question.size, question.density, ranks_per_core)
         answers = tool.simulate(question, costs, progress.step)
     if options.figure:
@@ -112,13 +119,13 @@ class Progress:
         self.done += 1
 
 
-def _calibrate(rate: str) -> tuple[tool.Network, str]:
-    if rate == _LOOPBACK:
-        return tool.calibrate_loopback(), "measured on the loopback"
-    if problem := lab_problem():
+def _calibrate(rate: str, ranks: int) -> tuple[tool.Network, str]:
+    problem = None if rate == _LOOPBACK else lab_problem()
+    if problem:
         print(f"oktopk simulate: measuring the loopback instead of {rate}: {problem}", file=sys.stderr)
-        return tool.calibrate_loopback(), "measured on the loopback"
-    return tool.calibrate_lab(rate), f"measured between two hosts in namespaces at {rate}"
+    if problem or rate == _LOOPBACK:
+        return tool.calibrate_loopback(ranks), f"between {ranks} ranks on the loopback"
+    return tool.calibrate_lab(rate, ranks), f"between {ranks} hosts in namespaces at {rate}"
 
 
 # Options.

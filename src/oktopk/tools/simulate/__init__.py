@@ -14,13 +14,14 @@ from .figure import check_drawable, draw
 from .network import Network, SimulationError, parse_network
 from .record import Recording, record
 from .replay import Prices, Replayed, replay
-from .report import GIVEN, report, text
+from .report import GIVEN, HALF_GIVEN, report, text
 from .sizes import Scale
 from .study import Answer, Question, simulate
 from .trace import Recorded, Trace
 
 __all__ = [
     "GIVEN",
+    "HALF_GIVEN",
     "Answer",
     "Bounds",
     "Costs",

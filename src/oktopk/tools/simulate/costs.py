@@ -36,13 +36,13 @@ class Costs:
 
     size: int
     ranks_per_core: int
-    first: dict[str, Step]
-    """By algorithm, the first step, which knows no threshold yet."""
+    exact: dict[str, Step]
+    """By algorithm, a step that evaluates thresholds exactly."""
     steady: dict[str, Step]
     coding: Prices
 
-    def prices(self, algorithm: str, size: int, *, first: bool = False) -> Prices:
-        step = (self.first if first else self.steady)[algorithm]
+    def prices(self, algorithm: str, size: int, *, exact: bool = False) -> Prices:
+        step = (self.exact if exact else self.steady)[algorithm]
         return Prices(**asdict(self.coding) | {"before": step.before * size, "after": step.after * size})
 
 
@@ -62,7 +62,7 @@ def measure(algorithms: Sequence[str], size: int, density: float, ranks_per_core
             name: Step(*(middle(one[when][name][part] for one in found) / size for part in range(2)))
             for name in algorithms
         }
-        for when in ("first", "steady")
+        for when in ("exact", "steady")
     }
     coding = Prices(**{name: middle(one["coding"][name] for one in found) for name in found[0]["coding"]})
-    return Costs(size, ranks_per_core, steps["first"], steps["steady"], coding)
+    return Costs(size, ranks_per_core, steps["exact"], steps["steady"], coding)

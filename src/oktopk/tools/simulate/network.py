@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oktopk.errors import OkTopkError
 from oktopk.tools.lab import parse_rate
 
-_LATENCY = re.compile(r"(\d+(?:\.\d+)?)(us|µs|ms|s)")
+_DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|µs|ms|s)")
 _UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -21,29 +21,40 @@ class Network:
     """A full-duplex link for each rank, and a switch between them that is never the bottleneck.
 
     A message leaves its sender in bytes / bandwidth seconds, after those that were there before it. Its first byte
-    is at the receiver's link `latency` later, and it takes its turn there in the same way.
+    is at the receiver's link `latency` later, and it takes its turn there in the same way. Messages on their way
+    share the latency; what they cost the processor, they cost one by one.
     """
 
     latency: float
     """α, seconds."""
     bandwidth: float
     """β, bytes per second and direction."""
+    overhead: float | None = None
+    """Seconds in which a rank does nothing else for a message: half of it to send, half to receive. None until it
+    is measured."""
 
     def __str__(self) -> str:
-        return f"{self.bandwidth * 8e-9:.4g} Gbit/s, {self.latency * 1e6:.4g} µs"
+        link = f"{self.bandwidth * 8e-9:.4g} Gbit/s, {self.latency * 1e6:.4g} µs"
+        return link if self.overhead is None else f"{link}, {self.overhead * 1e6:.4g} µs per message"
 
 
 def parse_network(text: str) -> Network:
     """
     >>> print(parse_network("10gbit:50us"))
     10 Gbit/s, 50 µs
+    >>> print(parse_network("10gbit:50us:4us"))
+    10 Gbit/s, 50 µs, 4 µs per message
     """
-    rate, mark, delay = text.partition(":")
-    match = _LATENCY.fullmatch(delay)
+    rate, *delays = text.split(":")
     try:
         bandwidth = parse_rate(rate) / 8
     except ValueError as error:
         raise SimulationError(f"--net {text}: {error}") from error
-    if not mark or match is None:
-        raise SimulationError(f"--net must be a rate and a latency, like 10gbit:50us, got {text!r}")
-    return Network(float(match[1]) * _UNITS[match[2]], bandwidth)
+    found = [match for delay in delays if (match := _DELAY.fullmatch(delay))]
+    if len(found) != len(delays) or not 1 <= len(found) <= 2:
+        raise SimulationError(
+            "--net must be a rate, a latency and perhaps the overhead of a message, like 10gbit:50us or "
+            f"10gbit:50us:4us, got {text!r}"
+        )
+    latency, *overhead = (float(match[1]) * _UNITS[match[2]] for match in found)
+    return Network(latency, bandwidth, *overhead)

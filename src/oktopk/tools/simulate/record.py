@@ -93,7 +93,9 @@ def record(
             traces = []
             for step in range(1 + skipped + steady):
                 reducing.prepare(AGE + step)
-                reducing.reduce(AGE + step)
+                reduction = reducing.reduce(AGE + step)
+                result = sum(map(len, reduction.parts))
+                recorded.added(max(0, result - reduction.local_count))
                 trace = recorded.take()
                 if step == 0 or step > skipped:
                     traces.append(trace)

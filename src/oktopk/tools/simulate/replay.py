@@ -15,7 +15,7 @@ import numpy as np
 
 from .network import Network, SimulationError
 from .sizes import Scale
-from .trace import CONTROL, DECODE, ENCODE, FLUSH, RECEIVE, RING, Trace
+from .trace import ADD, CONTROL, DECODE, ENCODE, FLUSH, RECEIVE, RING, Trace
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Prices:
     encode_entry: float = 0.0
     decode_part: float = 0.0
     decode_entry: float = 0.0
-    """Decoding, and adding to what is there."""
+    scatter_entry: float = 0.0
+    """Adding an entry of a sparse vector to a dense one."""
     add_entry: float = 0.0
     """Adding up dense vectors, in the library's allreduce."""
 
@@ -63,6 +64,10 @@ class _Rank:
         self.waits_for: int | None = None
         self.done = False
 
+    def busy(self, seconds: float) -> None:
+        self.clock += seconds
+        self.work += seconds
+
 
 def replay(traces: Sequence[Trace], scale: Scale, network: Network, prices: Prices) -> Replayed:
     """One step, from the traces of all its ranks."""
@@ -72,6 +77,7 @@ def replay(traces: Sequence[Trace], scale: Scale, network: Network, prices: Pric
 class _Replay:
     def __init__(self, traces: Sequence[Trace], scale: Scale, network: Network, prices: Prices) -> None:
         self.scale, self.network, self.prices, self.world = scale, network, prices, len(traces)
+        self.overhead = (network.overhead or 0.0) / 2
         self.ranks = [_Rank(trace, prices.before) for trace in traces]
         self.bytes = self.control = self.words = 0.0
         self.messages = 0
@@ -111,10 +117,11 @@ class _Replay:
                     return
             elif kind in (ENCODE, DECODE):
                 self._work(rank, kind, *numbers[:2])
+            elif kind == ADD:
+                rank.busy(numbers[0] * self.scale.factor * self.prices.scatter_entry)
             else:
                 self._send(number, kind, *numbers)
-        rank.clock += self.prices.after
-        rank.work += self.prices.after
+        rank.busy(self.prices.after)
         rank.done = True
 
     def _work(self, rank: _Rank, kind: int, parts: int, entries: int) -> None:
@@ -122,9 +129,7 @@ class _Replay:
         per_part, per_entry = prices.encode_part, prices.encode_entry
         if kind == DECODE:
             per_part, per_entry = prices.decode_part, prices.decode_entry
-        seconds = parts * per_part + entries * self.scale.factor * per_entry
-        rank.clock += seconds
-        rank.work += seconds
+        rank.busy(parts * per_part + entries * self.scale.factor * per_entry)
 
     def _send(self, source: int, kind: int, peer: int, recorded: int, parts: int, entries: int, span: int) -> None:
         size: float = recorded
@@ -136,6 +141,7 @@ class _Replay:
             self.words += self.scale.message_words(recorded, parts, entries)
         self.messages += 1
         rank = self.ranks[source]
+        rank.busy(self.overhead)
         start = max(rank.clock, rank.outgoing)
         rank.outgoing = start + size / self.network.bandwidth
         rank.left.append(rank.outgoing)
@@ -156,6 +162,7 @@ class _Replay:
             return False
         rank.waits_for = None
         rank.clock = max(rank.clock, queue.popleft())
+        rank.busy(self.overhead)
         if not queue:
             del rank.arrived[source]
         return True
@@ -191,10 +198,10 @@ class _Replay:
         seconds = entries / self.world * width / self.network.bandwidth
         adding = entries / self.world * self.prices.add_entry
         for turn in range(2 * (self.world - 1)):
-            start = np.maximum(clock, outgoing)
+            start = np.maximum(clock + self.overhead, outgoing)
             outgoing = start + seconds
             incoming = np.maximum(np.roll(start, 1) + self.network.latency, incoming) + seconds
-            clock = np.maximum(clock, incoming) + (adding if turn < self.world - 1 else 0.0)
+            clock = np.maximum(clock, incoming) + self.overhead + (adding if turn < self.world - 1 else 0.0)
         for rank, now, out, in_ in zip(ranks, clock.tolist(), outgoing.tolist(), incoming.tolist(), strict=True):
             rank.clock, rank.outgoing, rank.incoming = now, out, in_
-            rank.work += (self.world - 1) * adding
+            rank.work += (self.world - 1) * (adding + 4 * self.overhead)

@@ -12,7 +12,7 @@ from .costs import Costs
 from .crossings import bounds, crossings
 from .study import Answer, Question
 
-GIVEN = "given"
+GIVEN, HALF_GIVEN = "given", "overhead measured"
 _HEAD = ["ranks", "algorithm", "step ms", "work ms", "MB sent", "messages", "words/k", "6k", "2k", "n recorded"]
 _ORIGINS = """\
 recorded: messages, their order and their entries: the real algorithms on this many ranks, which are threads,
@@ -33,6 +33,7 @@ def report(question: Question, costs: Costs, answers: Sequence[Answer], link: st
         "question": {
             "params": question.size, "density": question.density, "k": question.k,
             "latency_seconds": question.network.latency, "bandwidth_bytes": question.network.bandwidth,
+            "overhead_seconds": question.network.overhead or 0.0,
             "link": link, "ranks_per_core": costs.ranks_per_core,
         },
         "answers": [_answer(one, question) for one in answers],
@@ -49,7 +50,8 @@ def report(question: Question, costs: Costs, answers: Sequence[Answer], link: st
 def _answer(one: Answer, question: Question) -> dict[str, Any]:
     return {
         "ranks": one.ranks, "algorithm": one.algorithm, **asdict(one.step),
-        "words_per_k": one.step.words / question.k, "exact_step_seconds": one.exact_seconds,
+        "words_per_k": one.step.words / question.k, "usual_step_seconds": one.usual_seconds,
+        "exact_step_seconds": one.exact_seconds,
         "recorded_params": one.recorded_size, "recorded_k": one.recorded_k,
     }  # fmt: skip
 
@@ -81,8 +83,10 @@ def _crossings(found: Sequence[dict[str, Any]]) -> str:
 def _origins(asked: dict[str, Any]) -> str:
     gbit, micro, each = asked["bandwidth_bytes"] * 8e-9, asked["latency_seconds"] * 1e6, asked["ranks_per_core"]
     link = f"a link of {gbit:.4g} Gbit/s and {micro:.4g} µs for each rank"
-    if asked["link"] == GIVEN:
-        link = f"given:    {link}."
-    else:
-        link = f"measured: {link}, {asked['link']}."
-    return _ORIGINS.format(each="one rank" if each == 1 else f"{each} ranks", link=link, params=asked["params"])
+    message = f"{asked['overhead_seconds'] * 1e6:.4g} µs of a rank for each message"
+    links = {
+        GIVEN: f"given:    {link}, {message}.",
+        HALF_GIVEN: f"measured: {message}, through gloo on the loopback.\ngiven:    {link}.",
+    }
+    told = links.get(asked["link"], f"measured: {link}, {message},\n          {asked['link']}.")
+    return _ORIGINS.format(each="one rank" if each == 1 else f"{each} ranks", link=told, params=asked["params"])

@@ -52,6 +52,8 @@ class Answer:
     algorithm: str
     step: Replayed
     """The mean over steps; those that evaluate thresholds exactly have their share in it."""
+    usual_seconds: float
+    """Of a step that does not."""
     exact_seconds: float | None
     """Of a step that evaluates thresholds exactly, where only some do."""
     recorded_size: int
@@ -79,15 +81,16 @@ def price(algorithm: Algorithm, recording: Recording, question: Question, costs:
     """What the recorded steps come to on the network and at the size that was asked for."""
     scale, network, size = Scale(question.size / recording.size), question.network, question.size
     later = costs.prices(algorithm.name, size)
-    steady = middle([replay(traces, scale, network, later) for traces in recording.steady])
+    usual = steady = middle([replay(traces, scale, network, later) for traces in recording.steady])
     every = getattr(algorithm, "tau_prime", None)
     exact = None
     if every is not None:
-        exact = replay(recording.first, scale, network, costs.prices(algorithm.name, size, first=True))
+        exact = replay(recording.first, scale, network, costs.prices(algorithm.name, size, exact=True))
         steady = mixed(steady, exact, 1 / every)
     return Answer(
-        len(recording.first), algorithm.name, steady, exact.seconds if exact else None, recording.size, recording.k
-    )
+        len(recording.first), algorithm.name, steady, usual.seconds, exact.seconds if exact else None,
+        recording.size, recording.k,
+    )  # fmt: skip
 
 
 def middle(steps: Sequence[Replayed]) -> Replayed:

@@ -14,11 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from oktopk.algorithms import find_algorithm
+from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import alone
 from oktopk.kernels import backend
 from oktopk.sparse import SparseVector
@@ -39,15 +40,21 @@ def main(task: Mapping[str, Any]) -> dict[str, Any]:
     for name in task["algorithms"]:
         _time_steps(name, Gradients(1 << 12, 0), 0.05)  # compiles
     gradients = Gradients(task["size"], 0)
-    first, steady = {}, {}
+    exact, steady = {}, {}
     for name in task["algorithms"]:
-        first[name], steady[name] = _time_steps(name, gradients, task["density"])
-    return {"first": first, "steady": steady, "coding": _time_coding(gradients.buffer, task["density"])}
+        exact[name], steady[name] = _time_steps(name, gradients, task["density"])
+    return {"exact": exact, "steady": steady, "coding": _time_coding(gradients.buffer, task["density"])}
 
 
 def _time_steps(name: str, gradients: Gradients, density: float) -> tuple[tuple[float, float], ...]:
-    """Seconds before and after communication: of the first step, and the medians of later ones."""
-    reducing, taken = Reducing(alone(), find_algorithm(name), gradients, density), []
+    """Median seconds before and after communication: of steps that evaluate thresholds exactly, and of others."""
+    algorithm = find_algorithm(name)
+    exact = replace(algorithm, tau_prime=1) if isinstance(algorithm, OkTopk) else algorithm
+    return tuple(_time_algorithm(one, gradients, density) for one in (exact, algorithm))
+
+
+def _time_algorithm(algorithm: Algorithm, gradients: Gradients, density: float) -> tuple[float, float]:
+    reducing, taken = Reducing(alone(), algorithm, gradients, density), []
     reducing.age(AGE)
     for step in range(AGE, AGE + _STEPS):
         reducing.prepare(step)
@@ -56,7 +63,7 @@ def _time_steps(name: str, gradients: Gradients, density: float) -> tuple[tuple[
         spent, share = time.thread_time() - start, watch.seconds("select") / (time.perf_counter() - wall)
         taken.append((share * spent, (1 - share) * spent))
     before, after = (statistics.median(part) for part in zip(*taken[_SKIPPED:], strict=True))
-    return taken[0], (before, after)
+    return before, after
 
 
 def _time_coding(work: torch.Tensor, density: float) -> dict[str, float]:
@@ -70,22 +77,29 @@ def _time_coding(work: torch.Tensor, density: float) -> dict[str, float]:
     return {
         "encode_part": per_part[0], "encode_entry": per_entry[0],
         "decode_part": per_part[1], "decode_entry": per_entry[1],
+        "scatter_entry": _time_scatter(work, many) / many,
         "add_entry": _time(lambda: chunk.add_(chunk)) / chunk.numel(),
     }  # fmt: skip
 
 
 def _time_message(work: torch.Tensor, count: int) -> tuple[float, float]:
-    """Seconds to encode a message, and to decode it and add it up, with its entries all over the tensor."""
+    """Seconds to encode a message and to decode it."""
+    size, part = work.numel(), _entries(work, count)
+    tag = Tag(0, 0, 0, 0, size, 0, size)
+    message, _ = encode(part, tag, ValueCode.FP32)
+    return _time(lambda: encode(part, tag, ValueCode.FP32)), _time(lambda: decode(message, tag))
+
+
+def _time_scatter(work: torch.Tensor, count: int) -> float:
+    part = _entries(work, count)
+    return _time(lambda: backend(work).scatter_add_(work, part.indices, part.values / 2))
+
+
+def _entries(work: torch.Tensor, count: int) -> SparseVector:
+    """So many of them, all over the tensor."""
     size = work.numel()
     places = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].sort().values
-    part, tag = SparseVector(places.to(torch.int32), torch.ones(count), size), Tag(0, 0, 0, 0, size, 0, size)
-    message, _ = encode(part, tag, ValueCode.FP32)
-
-    def receive() -> None:
-        vector = decode(message, tag).vector
-        backend(work).scatter_add_(work, vector.indices, vector.values / 2)
-
-    return _time(lambda: encode(part, tag, ValueCode.FP32)), _time(receive)
+    return SparseVector(places.to(torch.int32), torch.ones(count), size)
 
 
 def _time(run: Callable[[], object]) -> float:

@@ -11,6 +11,7 @@ integers, so that a million messages fit into memory.
     RING       entries, bytes of one, control        a library's allreduce
     ENCODE     parts, entries                        work, priced by what was measured elsewhere
     DECODE     parts, entries
+    ADD        entries                               of sparse vectors, added up beyond what a rank alone would
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from oktopk.comm import Communicator, Pending
 from oktopk.traffic import Operation
 from oktopk.wire import HEADER_BYTES, MAGIC
 
-SEND, CONTROL, RECEIVE, FLUSH, RING, ENCODE, DECODE = range(7)
+SEND, CONTROL, RECEIVE, FLUSH, RING, ENCODE, DECODE, ADD = range(8)
 FIELDS = 6
 """Integers of an event: its kind and five more."""
 
@@ -36,6 +37,9 @@ _HEADER = struct.Struct("<16x4s16xI16xQQ")
 
 _PASSED_ON = ("all_gather", "broadcast")
 """Operations that encode a rank's message once and send it several times."""
+
+_MERGED = ("recv",)
+"""Operations whose message is merged with what is there; what others bring, a rank alone has as many of itself."""
 
 Part = tuple[int, int, int]
 """Sender, entries, span."""
@@ -128,6 +132,8 @@ class Recorded(Communicator):
             yield
         if any(self._to_decode):
             self._trace.add(DECODE, *self._to_decode)
+            if operation.name in _MERGED:
+                self.added(self._to_decode[1])
             self._to_decode = [0, 0]
         if operation.name in _PASSED_ON:
             self._operation = None
@@ -137,6 +143,9 @@ class Recorded(Communicator):
         for _, entries, _ in [] if operation.control else parts_of(message):
             self._to_decode[0] += 1
             self._to_decode[1] += entries
+
+    def added(self, entries: int) -> None:
+        self._trace.add(ADD, entries)
 
     def sent(self, number: int) -> None:
         self._trace.add(FLUSH, number)
