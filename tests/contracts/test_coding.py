@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oktopk.kernels import coding, coding_cpu
-from oktopk.kernels.coding import Array, IndexCode, ValueCode
+from oktopk.kernels.coding import IndexCode
+from oktopk.kernels.values import Array, ValueCode
 
 BACKENDS = [coding, coding_cpu]
 SIZES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 1009]
@@ -336,10 +337,61 @@ def test_fp16_keeps_eleven_bits(codes: ModuleType, values: Array) -> None:
 
 @pytest.mark.parametrize("codes", BACKENDS, ids=name)
 @given(values=value_arrays)
+def test_e4m3_keeps_four_bits(codes: ModuleType, values: Array) -> None:
+    """Relative error at most 2^-4 down to 2^-14 of the largest; smaller ones are off by no more than that one."""
+    seen = coded(codes, values, ValueCode.E4M3)[2].astype(np.float64)
+    exact = values.astype(np.float64)
+    magnitude = np.abs(exact)
+    coarsest = np.maximum(magnitude, max(magnitude.max(initial=0.0) * 2.0**-14, float(TINY)))
+    assert (np.abs(seen - exact) <= 2.0**-4 * coarsest).all()
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@given(values=value_arrays)
+@example(values=np.array([1.0625, 1.1875, 15 * 2.0**-18, 2.0**-18, 1.9375], np.float32))
+def test_e4m3_rounds_to_the_nearest_and_ties_to_even(codes: ModuleType, values: Array) -> None:
+    """No other code is nearer; if two are as near, the even one. Zero has a code, so zeros are exact."""
+    stream, scale, seen = coded(codes, values, ValueCode.E4M3)
+    every = decoded_by(codes, np.arange(128, dtype=np.uint8), ValueCode.E4M3, scale, 128).astype(np.float64)
+    assert every[0] == 0
+    assert (np.diff(every) > 0).all()
+    distance = np.abs(np.abs(values.astype(np.float64))[:, None] - every)
+    assert (distance[np.arange(values.size), stream & 0x7F] == distance.min(1)).all()
+    tied = (distance == distance.min(1, keepdims=True)).sum(1) == 2
+    assert (stream[tied] % 2 == 0).all()
+    assert (seen[values == 0] == 0).all()
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+def test_e4m3_of_a_selection_is_off_by_a_fortieth(codes: ModuleType) -> None:
+    """The mean relative error on the largest 1 % of heavy-tailed values, which is what travels."""
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(10**5) * np.exp(rng.standard_normal(10**5))).astype(np.float32)
+    values = values[np.abs(values) >= np.quantile(np.abs(values), 0.99)]
+    seen = coded(codes, values, ValueCode.E4M3)[2]
+    assert np.mean(np.abs(seen - values) / np.abs(values)) < 1 / 40
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@pytest.mark.parametrize("scale", [2.0**-126, 1.0, 2.0**127, -(2.0**127)])
+def test_every_byte_is_a_finite_value(scale: float, codes: ModuleType) -> None:
+    """Also with the largest scale that a receiver accepts."""
+    every = np.arange(256, dtype=np.uint8)
+    assert np.isfinite(decoded_by(codes, every, ValueCode.E4M3, scale, 256)).all()
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@pytest.mark.parametrize("code", [ValueCode.FP16, ValueCode.E4M3], ids=name)
+@given(values=value_arrays)
+def test_a_scale_is_a_power_of_two(code: ValueCode, codes: ModuleType, values: Array) -> None:
+    assert math.frexp(coded(codes, values, code)[1])[0] == 0.5
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@given(values=value_arrays)
 def test_fp16_fits_the_largest(codes: ModuleType, values: Array) -> None:
-    """The scale is a power of two, and no half is an infinity or a NaN."""
-    stream, scale, _ = coded(codes, values, ValueCode.FP16)
-    assert math.frexp(scale)[0] == 0.5
+    """No half is an infinity or a NaN."""
+    stream = coded(codes, values, ValueCode.FP16)[0]
     assert (stream.view(np.uint16) & 0x7C00 != 0x7C00).all()
 
 
@@ -363,12 +415,13 @@ def test_what_is_not_finite_does_no_harm(bad: float, code: ValueCode, codes: Mod
     decoded_by(codes, stream, code, scale, 4)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**112])
-def test_every_half_is_read_alike(scale: float) -> None:
+@pytest.mark.parametrize("code", [ValueCode.FP16, ValueCode.E4M3], ids=name)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**112, 1 / 3])
+def test_every_code_is_read_alike(scale: float, code: ValueCode) -> None:
     """Also those that no sender writes: a receiver with Numba and one without must agree on the bits."""
-    halves = np.arange(2**16, dtype=np.uint16).view(np.uint8)
+    every = np.arange(2**16, dtype=np.uint16).view(np.uint8)
     with np.errstate(all="ignore"):
-        slow, fast = (decoded_by(codes, halves, ValueCode.FP16, scale, 2**16) for codes in BACKENDS)
+        slow, fast = (decoded_by(codes, every, code, scale, every.size // code.width) for codes in BACKENDS)
     assert same(slow, fast)
 
 
