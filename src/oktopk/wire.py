@@ -30,7 +30,7 @@ from torch import Tensor
 from .errors import WireError
 from .kernels import coding
 from .kernels.coding import IndexCode, elias_fano_bytes, padded
-from .kernels.values import Array, ValueCode
+from .kernels.values import E4M3_SCALES, Array, ValueCode
 from .sparse import SparseVector
 
 try:
@@ -49,7 +49,6 @@ _MOST_TICKS = 2**24 - 1
 VALUE_CODES = {code.name.lower(): code for code in ValueCode}
 _INDEX_CODES = frozenset(int(code) for code in IndexCode)
 _VALUE_WIDTHS = {int(code): code.width for code in ValueCode}
-_LARGEST_SCALE = 2.0**127  # no 8-bit value times this is infinite
 
 # Coding and decoding time per entry, in bytes: at 1 Gbit/s a nanosecond is worth an eighth of a byte.
 _TIME_RAW, _TIME_DELTA16, _TIME_DELTA8, _TIME_ALIGNED, _TIME_PACKED = 0.03, 0.1, 0.31, 0.35, 0.54
@@ -162,7 +161,7 @@ def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Dec
     found = Tag(step, bucket, phase, sender, size, start, span)
     if found != tag:
         raise _refuse(tag, f"it is another one: {found}")
-    if index_code not in _INDEX_CODES or value_code not in _VALUE_WIDTHS or not abs(scale) <= _LARGEST_SCALE:
+    if index_code not in _INDEX_CODES or value_code not in _VALUE_WIDTHS or not abs(scale) <= E4M3_SCALES[1]:
         raise _refuse(tag, f"unknown codes: indices {index_code}, values {value_code}, scale {scale}")
     if count > span or HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[value_code] * count) != length:
         raise _refuse(tag, f"{count} entries with {index_bytes} index bytes do not fit {length} bytes")

@@ -18,7 +18,7 @@ VALUE_WIDTHS = (4, 2, 2, 1)
 
 
 class ValueCode(IntEnum):
-    """How the values of a message are written; FP16 and E4M3 over a power of two, so that the largest one fits.
+    """How the values of a message are written; FP16 and E4M3 over a scale with which the largest one fits.
 
     E4M3 is a byte: sign, four bits of exponent, three of mantissa. None of its 256 codes is an infinity or a NaN.
     """
@@ -43,10 +43,10 @@ def write_values(values: Array, code: int, out: Array, decoded: Array) -> float:
         bf16_encode(values, out.view(np.uint16), decoded)
         return 1.0
     if code == ValueCode.FP16:
-        scale = power_of_two(values, FP16_TOP)
+        scale = fp16_scale(values)
         fp16_encode(values, scale, out.view(np.uint16), decoded)
         return scale
-    scale = power_of_two(values, E4M3_TOP)
+    scale = e4m3_scale(values)
     e4m3_encode(values, scale, out, decoded)
     return scale
 
@@ -62,14 +62,10 @@ def read_values(stream: Array, code: int, scale: float, out: Array) -> None:
         e4m3_decode(stream, scale, out)
 
 
-FP16_TOP, E4M3_TOP = 15, 1
-"""Largest magnitudes are brought below two to this power: none overflows, in the code or back in float32."""
-
-
-def power_of_two(values: Array, top: int) -> float:
-    """The scale that brings the largest magnitude into [2^(top - 1), 2^top)."""
+def fp16_scale(values: Array) -> float:
+    """A power of two that brings the largest magnitude into [2^14, 2^15), where fp16 cannot overflow."""
     largest = float(np.abs(values).max()) if values.size else 0.0
-    return float(2.0 ** max(-126, int(np.frexp(largest)[1]) - top))
+    return float(2.0 ** min(113, max(-126, int(np.frexp(largest)[1]) - 15)))
 
 
 def fp16_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
@@ -87,10 +83,26 @@ def fp16_decode(stream: Array, scale: float, out: Array) -> None:
     out[stream >= 0x8000] *= -1
 
 
+E4M3_LARGEST = 1.875
+E4M3_SCALES = 2.0**-126, 2.0**127
+"""Between these the scale, its inverse, and all it makes of the codes are finite."""
+
+
+def e4m3_scale(values: Array) -> float:
+    """Brings the largest magnitude to the largest code.
+
+    Not a power of two: values of all messages would fall on the same few levels, and many sums would be equal,
+    which no threshold tells apart.
+    """
+    largest = np.abs(values).max(initial=np.float32(0))
+    smallest_scale, largest_scale = E4M3_SCALES
+    return float(np.fmin(np.fmax(largest / np.float32(E4M3_LARGEST), smallest_scale), largest_scale))
+
+
 def e4m3_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
     """Values over scale, below 2, to four bits; below 2^-14 in steps of 2^-17, so that zero is exact."""
     with np.errstate(all="ignore"):
-        magnitudes = np.abs(values) * np.float32(1.0 / scale)
+        magnitudes = np.abs(values) * (np.float32(1) / np.float32(scale))
         exponents = np.frexp(np.maximum(magnitudes, np.float32(2.0**-14)))[1]
         codes = np.rint(np.ldexp(magnitudes, 4 - exponents)) + 8 * (exponents + 13)
     out[:] = np.fmin(codes, 0x7F).astype(np.uint8) | (np.signbit(values).astype(np.uint8) << 7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .values import E4M3_TOP, FP16_TOP, ValueCode
+from .values import E4M3_LARGEST, E4M3_SCALES, ValueCode
 from .vector import as_bits, as_float
 
 compiled = njit(nogil=True, cache=True)
@@ -14,13 +14,20 @@ _BF16, _FP16, _E4M3 = int(ValueCode.BF16), int(ValueCode.FP16), int(ValueCode.E4
 
 
 @compiled
-def _power_of_two(values, top):
+def _largest_bits(values):
+    """Of the magnitudes: positive floats are ordered like their bits."""
     largest = np.uint32(0)
     for j in range(values.size):
         bits = np.uint32(as_bits(values[j]) & np.uint32(0x7FFFFFFF))
         largest = bits if bits > largest else largest
+    return largest
+
+
+@compiled
+def _fp16_scale(values):
+    largest = _largest_bits(values)
     exponent = np.int64(largest >> 23) - 126 if largest else 0
-    exponent = max(-126, min(128, exponent) - top)
+    exponent = min(113, max(-126, exponent - 15))
     return as_float(np.uint32((exponent + 127) << 23))
 
 
@@ -46,6 +53,13 @@ def _fp16_encode(values, scale, out, decoded):
         )
         out[j] = half
         decoded[j] = _from_half(half, scale)
+
+
+@compiled
+def _e4m3_scale(values):
+    largest = as_float(min(_largest_bits(values), np.uint32(0x7F7FFFFF)))
+    scale = largest / np.float32(E4M3_LARGEST)
+    return min(max(scale, np.float32(E4M3_SCALES[0])), np.float32(E4M3_SCALES[1]))
 
 
 @compiled
@@ -87,10 +101,10 @@ def _bf16_encode(values, out, decoded):
 def write_values(values, code, out, decoded):
     scale = np.float32(1)
     if code == _FP16:
-        scale = _power_of_two(values, FP16_TOP)
+        scale = _fp16_scale(values)
         _fp16_encode(values, scale, out.view(np.uint16), decoded)
     elif code == _E4M3:
-        scale = _power_of_two(values, E4M3_TOP)
+        scale = _e4m3_scale(values)
         _e4m3_encode(values, scale, out, decoded)
     elif code == _BF16:
         _bf16_encode(values, out.view(np.uint16), decoded)
