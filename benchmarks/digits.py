@@ -31,11 +31,14 @@ class Contender:
     compressor: str = "oktopk"
     density: float = 0.01
     correction: bool = False
+    values: str = "fp32"
 
 
 CONTENDERS = (
     Contender("dense", compressor="dense"),
     Contender("oktopk 1 %"),
+    Contender("oktopk 1 %, fp16", values="fp16"),
+    Contender("oktopk 1 %, e4m3", values="e4m3"),
     Contender("oktopk 1 %, momentum correction", correction=True),
     Contender("oktopk 0.1 %", density=0.001),
     Contender("oktopk 0.1 %, momentum correction", density=0.001, correction=True),
@@ -78,7 +81,7 @@ def train(
         with oktopk.DistributedOptimizer(
             inner, model=model, compressor=contender.compressor, density=contender.density, comm=comm,
             warmup_steps=warmup_steps, momentum=MOMENTUM if contender.correction else 0.0, auto=False,
-            buckets="model", sinks=[sink],
+            buckets="model", values=contender.values, sinks=[sink],
         ) as optimizer:  # fmt: skip
             for epoch in range(epochs):
                 order = torch.randperm(len(train_x), generator=torch.Generator().manual_seed(1000 * seed + epoch))

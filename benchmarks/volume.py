@@ -69,7 +69,7 @@ def main() -> None:
 
     rows = []
     dense_bytes = 2 * 4 * options.size * (options.world - 1) // options.world
-    for values in ("fp32", "fp16"):
+    for values in ("fp32", "fp16", "e4m3"):
         for name in oktopk.ALGORITHMS:
             if name == "dense" and values != "fp32":
                 continue

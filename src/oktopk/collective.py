@@ -64,8 +64,8 @@ def sparse_allreduce(
     it keeps what was not sent. Without one, what is not sent is lost. The tensor may be of any floating type and
     shape; the result has the same. It goes into `out` if given, which may be the tensor itself.
 
-    On the wire, `values` are fp32, bf16 or fp16 (the rounding error stays in the residual), and `indices` are
-    coded, or raw: four bytes each, which makes an entry the two words of the literature.
+    On the wire, `values` are fp32, bf16, fp16 or e4m3 (8 bits; the rounding error stays in the residual), and
+    `indices` are coded, or raw: four bytes each, which makes an entry the two words of the literature.
 
     All ranks must call it with arguments that fit; a mistake on one rank is a ValueError on all of them.
 

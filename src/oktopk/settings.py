@@ -32,7 +32,7 @@ class Settings:
     density        the share of entries to send, in (0, 1]
     warmup_steps   that many steps are dense before the sparse phase
     ramp_steps     that many sparse steps come down from a density of 25 % to the one asked for
-    values         fp32, bf16 or fp16 on the wire; what rounding loses stays in the residual
+    values         fp32, bf16, fp16 or e4m3 (8 bits) on the wire; what rounding loses stays in the residual
     momentum       momentum correction with factor masking (as in Deep Gradient Compression); the optimizer must
                    then have no momentum of its own
     norm_clip      scale this rank's gradient down to that norm before it is compressed; the norm is that of the

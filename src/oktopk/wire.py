@@ -20,7 +20,6 @@ can be laid end to end, or into slots of fixed capacity, and still be told apart
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import NamedTuple
 
@@ -30,7 +29,8 @@ from torch import Tensor
 
 from .errors import WireError
 from .kernels import coding
-from .kernels.coding import Array, IndexCode, ValueCode, elias_fano_bytes, padded
+from .kernels.coding import IndexCode, elias_fano_bytes, padded
+from .kernels.values import E4M3_SCALES, Array, ValueCode
 from .sparse import SparseVector
 
 try:
@@ -161,7 +161,7 @@ def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Dec
     found = Tag(step, bucket, phase, sender, size, start, span)
     if found != tag:
         raise _refuse(tag, f"it is another one: {found}")
-    if index_code not in _INDEX_CODES or value_code not in _VALUE_WIDTHS or not math.isfinite(scale):
+    if index_code not in _INDEX_CODES or value_code not in _VALUE_WIDTHS or not abs(scale) <= E4M3_SCALES[1]:
         raise _refuse(tag, f"unknown codes: indices {index_code}, values {value_code}, scale {scale}")
     if count > span or HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[value_code] * count) != length:
         raise _refuse(tag, f"{count} entries with {index_bytes} index bytes do not fit {length} bytes")

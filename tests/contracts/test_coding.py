@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oktopk.kernels import coding, coding_cpu
-from oktopk.kernels.coding import Array, IndexCode, ValueCode
+from oktopk.kernels.coding import IndexCode
+from oktopk.kernels.values import Array, ValueCode
 
 BACKENDS = [coding, coding_cpu]
 SIZES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 1009]
@@ -336,6 +337,83 @@ def test_fp16_keeps_eleven_bits(codes: ModuleType, values: Array) -> None:
 
 @pytest.mark.parametrize("codes", BACKENDS, ids=name)
 @given(values=value_arrays)
+def test_e4m3_keeps_four_bits(codes: ModuleType, values: Array) -> None:
+    """Relative error at most 2^-4 down to 2^-14 of the largest; smaller ones are off by no more than that one."""
+    seen = coded(codes, values, ValueCode.E4M3)[2].astype(np.float64)
+    exact = values.astype(np.float64)
+    magnitude = np.abs(exact)
+    coarsest = np.maximum(magnitude, max(magnitude.max(initial=0.0) * 2.0**-14, float(TINY)))
+    assert (np.abs(seen - exact) <= 2.0**-4 * coarsest).all()
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@given(values=value_arrays)
+def test_e4m3_rounds_to_the_nearest(codes: ModuleType, values: Array) -> None:
+    """No other code is nearer by more than float32 can tell. Zero has a code, so zeros are exact."""
+    stream, scale, seen = coded(codes, values, ValueCode.E4M3)
+    every = decoded_by(codes, np.arange(128, dtype=np.uint8), ValueCode.E4M3, scale, 128).astype(np.float64)
+    assert every[0] == 0
+    assert (np.diff(every) > 0).all()
+    magnitude = np.abs(values.astype(np.float64))
+    distance = np.abs(magnitude[:, None] - every)
+    nearest = distance.min(1) + 2.0**-20 * magnitude
+    assert (distance[np.arange(values.size), stream & 0x7F] <= nearest).all()
+    assert (seen[values == 0] == 0).all()
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+def test_e4m3_rounds_ties_to_even(codes: ModuleType) -> None:
+    """Every middle between two codes, with a largest value that makes the scale 1."""
+    every = decoded_by(codes, np.arange(128, dtype=np.uint8), ValueCode.E4M3, 1.0, 128)
+    stream, scale, _ = coded(codes, np.append((every[1:] + every[:-1]) / 2, every[-1]), ValueCode.E4M3)
+    assert scale == 1.0
+    lower = np.arange(127)
+    assert (stream[:-1] == lower + lower % 2).all()
+    assert stream[-1] == 127
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@given(values=value_arrays)
+@example(values=np.array([LARGEST], np.float32))
+def test_e4m3_fits_the_largest(codes: ModuleType, values: Array) -> None:
+    """It has the largest code, and comes back as it was, if its scale is neither the least nor the most."""
+    stream, scale, seen = coded(codes, values, ValueCode.E4M3)
+    if 2.0**-126 < scale < 2.0**127:
+        largest = np.abs(values).argmax()
+        assert stream[largest] & 0x7F == 0x7F
+        assert seen[largest] == pytest.approx(values[largest], rel=2.0**-22)
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+def test_e4m3_of_two_messages_has_other_levels(codes: ModuleType) -> None:
+    """Equal levels everywhere would make ties of most sums, which no threshold tells apart."""
+    rng = np.random.default_rng(0)
+    one, two = (
+        np.abs(coded(codes, rng.standard_normal(1000).astype(np.float32), ValueCode.E4M3)[2]) for _ in "ab"
+    )
+    assert np.intersect1d(one, two).size == 0
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+def test_e4m3_of_a_selection_is_off_by_a_fortieth(codes: ModuleType) -> None:
+    """The mean relative error on the largest 1 % of heavy-tailed values, which is what travels."""
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal(10**5) * np.exp(rng.standard_normal(10**5))).astype(np.float32)
+    values = values[np.abs(values) >= np.quantile(np.abs(values), 0.99)]
+    seen = coded(codes, values, ValueCode.E4M3)[2]
+    assert np.mean(np.abs(seen - values) / np.abs(values)) < 1 / 40
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@pytest.mark.parametrize("scale", [2.0**-126, 1.0, 2.0**127, -(2.0**127)])
+def test_every_byte_is_a_finite_value(scale: float, codes: ModuleType) -> None:
+    """Also with the largest scale that a receiver accepts."""
+    every = np.arange(256, dtype=np.uint8)
+    assert np.isfinite(decoded_by(codes, every, ValueCode.E4M3, scale, 256)).all()
+
+
+@pytest.mark.parametrize("codes", BACKENDS, ids=name)
+@given(values=value_arrays)
 def test_fp16_fits_the_largest(codes: ModuleType, values: Array) -> None:
     """The scale is a power of two, and no half is an infinity or a NaN."""
     stream, scale, _ = coded(codes, values, ValueCode.FP16)
@@ -363,12 +441,13 @@ def test_what_is_not_finite_does_no_harm(bad: float, code: ValueCode, codes: Mod
     decoded_by(codes, stream, code, scale, 4)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**112])
-def test_every_half_is_read_alike(scale: float) -> None:
+@pytest.mark.parametrize("code", [ValueCode.FP16, ValueCode.E4M3], ids=name)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**112, 1 / 3])
+def test_every_code_is_read_alike(scale: float, code: ValueCode) -> None:
     """Also those that no sender writes: a receiver with Numba and one without must agree on the bits."""
-    halves = np.arange(2**16, dtype=np.uint16).view(np.uint8)
+    every = np.arange(2**16, dtype=np.uint16).view(np.uint8)
     with np.errstate(all="ignore"):
-        slow, fast = (decoded_by(codes, halves, ValueCode.FP16, scale, 2**16) for codes in BACKENDS)
+        slow, fast = (decoded_by(codes, every, code, scale, every.size // code.width) for codes in BACKENDS)
     assert same(slow, fast)
 
 

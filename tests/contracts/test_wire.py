@@ -317,11 +317,12 @@ NONSENSE = {
     "another protocol": (MAGIC, "4s", b"HTTP"),
     "index code 6": (INDEX_CODE, "B", 6),
     "index code 255": (INDEX_CODE, "B", 255),
-    "value code 3": (VALUE_CODE, "B", 3),
+    "value code 4": (VALUE_CODE, "B", 4),
     "value code 255": (VALUE_CODE, "B", 255),
     "scale NaN": (SCALE, "<f", math.nan),
     "scale inf": (SCALE, "<f", math.inf),
     "scale -inf": (SCALE, "<f", -math.inf),
+    "a scale that makes infinities": (SCALE, "<f", 1.5 * 2.0**127),
     "one entry less": (COUNT, "<Q", 4),
     "one entry more": (COUNT, "<Q", 6),
     "more entries than the region": (COUNT, "<Q", 1001),
@@ -385,6 +386,7 @@ def assert_refused_or_valid(message: Tensor, tag: Tag) -> None:
         assert indices == sorted(set(indices))
         assert all(tag.start <= i < tag.start + tag.span for i in indices)
         assert found.values.numel() == len(indices)
+        assert field(message, VALUE_CODE, "B") != ValueCode.E4M3 or found.values.isfinite().all()
         outcomes.append((indices, found.values.view(torch.int32).tolist()))
     assert outcomes[0] == outcomes[1]
 

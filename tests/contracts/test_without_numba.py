@@ -39,7 +39,8 @@ def digest(algorithm, values):
         return digest.hexdigest()
     return oktopk.run_threads(3, run)
 
-digests = [[name, values, *digest(name, values)] for name in oktopk.ALGORITHMS for values in ("fp32", "fp16")]
+formats = ("fp32", "fp16", "e4m3")
+digests = [[name, values, *digest(name, values)] for name in oktopk.ALGORITHMS for values in formats]
 """
 
 TELL = """

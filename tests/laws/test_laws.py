@@ -87,7 +87,7 @@ def test_agreement_and_conservation_on_edge_cases(algorithm: str, case: str, wor
     assert_laws(run(world, EDGE_CASES[case], 3, algorithm, 0.02))
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp16"])
+@pytest.mark.parametrize("values", ["bf16", "fp16", "e4m3"])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("algorithm", oktopk.ALGORITHMS)
 def test_lossy_values_lose_nothing(algorithm: str, world: int, values: str) -> None:

@@ -170,7 +170,7 @@ def skewed(rank: int, step: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("values", ["fp32", "fp16"])
+@pytest.mark.parametrize("values", ["fp32", "fp16", "e4m3"])
 @pytest.mark.parametrize("world", [3, 4, 5, 8])
 def test_oktopk_balances_before_it_gathers(world: int, values: str) -> None:
     """When one region has most of the survivors, they are spread first; the bound and the laws hold."""

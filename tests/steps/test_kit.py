@@ -186,6 +186,18 @@ def test_what_rounding_on_the_wire_loses_stays_in_the_residual(algorithm: str, v
     torch.testing.assert_close(flat(narrow[1][0].result), flat(wide[1][0].result), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("algorithm", SPARSE)
+def test_eight_bits_are_fewer_than_sixteen_and_lose_nothing(algorithm: str) -> None:
+    """Rounding may swap winners that are nearly equal, so that only the laws and the bytes can be compared."""
+    eight, sixteen = (
+        run_steps(3, 4, compressor=algorithm, warmup_steps=1, values=values) for values in ("e4m3", "fp16")
+    )
+    stepping.assert_laws(eight)
+    assert not stepping.same_bits(eight[1][0].result, sixteen[1][0].result)
+    less, more = (sum(step[1].event.wire.sent_bytes for step in steps[1:]) for steps in (eight, sixteen))
+    assert less < more
+
+
 @pytest.mark.parametrize("warmup", [0, 100])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_missing_gradients_count_as_zeros(layout: str, warmup: int) -> None:

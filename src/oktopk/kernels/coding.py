@@ -1,8 +1,9 @@
-"""Index codes, value codes and the checksum in plain NumPy: the definition of the byte streams.
+"""Index codes, whole bodies and the checksum in plain NumPy: the definition of the byte streams.
 
-`coding_cpu` is the same, compiled. Index codes take strictly increasing offsets 0 <= x[0] < x[1] < … < span
-from `base`. Their decoders trust nothing: they return False for a stream that is too short, too long, not
-increasing, or leaves the span. Streams are uint8 arrays that start at a multiple of 8 bytes.
+`coding_cpu` is the same, compiled; the codes of values are in `values`. Index codes take strictly increasing
+offsets 0 <= x[0] < x[1] < … < span from `base`. Their decoders trust nothing: they return False for a stream
+that is too short, too long, not increasing, or leaves the span. Streams are uint8 arrays that start at a
+multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from .values import VALUE_WIDTHS, Array, read_values, write_values
 
 
 class IndexCode(IntEnum):
@@ -24,18 +25,6 @@ class IndexCode(IntEnum):
     DELTA16 = 3
     ELIAS_FANO = 4
     FULL = 5  # every index of the region: nothing to write
-
-
-class ValueCode(IntEnum):
-    """How the values of a message are written; FP16 over a power of two, so that the largest one fits."""
-
-    FP32 = 0
-    BF16 = 1
-    FP16 = 2
-
-    @property
-    def width(self) -> int:
-        return 4 if self is ValueCode.FP32 else 2
 
 
 def write_indices(indices: Array, code: int, low: int, start: int, span: int, out: Array) -> None:
@@ -65,29 +54,6 @@ def read_indices(stream: Array, code: int, low: int, start: int, span: int, out:
     return True
 
 
-def write_values(values: Array, code: int, out: Array, decoded: Array) -> float:
-    """Write the values; decoded receives what a receiver makes of them. Returns their scale."""
-    if code == ValueCode.FP32:
-        out.view(np.float32)[:] = values
-        decoded[:] = values
-        return 1.0
-    if code == ValueCode.BF16:
-        bf16_encode(values, out.view(np.uint16), decoded)
-        return 1.0
-    scale = fp16_scale(values)
-    fp16_encode(values, scale, out.view(np.uint16), decoded)
-    return scale
-
-
-def read_values(stream: Array, code: int, scale: float, out: Array) -> None:
-    if code == ValueCode.FP32:
-        out[:] = stream.view(np.float32)
-    elif code == ValueCode.BF16:
-        bf16_decode(stream.view(np.uint16), out)
-    else:
-        fp16_decode(stream.view(np.uint16), scale, out)
-
-
 def padded(size: int) -> int:
     """Rounded up to a multiple of 8."""
     return (size + 7) // 8 * 8
@@ -99,7 +65,7 @@ def write_body(
 ) -> float:  # fmt: skip
     """Coded indices and values, each padded with zeros to 8 bytes, fill the body; returns the values' scale."""
     values_at = padded(index_bytes)
-    values_end = values_at + (4 if value_code == ValueCode.FP32 else 2) * indices.size
+    values_end = values_at + VALUE_WIDTHS[value_code] * indices.size
     body[index_bytes:values_at] = 0
     body[values_end:] = 0
     write_indices(indices, index_code, low, start, span, body[:index_bytes])
@@ -112,7 +78,7 @@ def read_body(
 ) -> bool:  # fmt: skip
     """Fill indices and values from a body of the right size; False if the indices are not in order or range."""
     values_at = padded(index_bytes)
-    values_end = values_at + (4 if value_code == ValueCode.FP32 else 2) * indices.size
+    values_end = values_at + VALUE_WIDTHS[value_code] * indices.size
     if not read_indices(body[:index_bytes], index_code, low, start, span, indices):
         return False
     read_values(body[values_at:values_end], value_code, scale, values)
@@ -228,40 +194,6 @@ def increasing(offsets: Array, span: int) -> bool:
     if offsets.size == 0:
         return True
     return bool(offsets[0] >= 0 and offsets[-1] < span and (offsets[1:] > offsets[:-1]).all())
-
-
-def fp16_scale(values: Array) -> float:
-    """A power of two that brings the largest magnitude into [2^14, 2^15), where fp16 cannot overflow."""
-    largest = float(np.abs(values).max()) if values.size else 0.0
-    return float(2.0 ** min(113, max(-126, int(np.frexp(largest)[1]) - 15)))
-
-
-def fp16_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
-    """Values over scale as fp16 bits in out; what a receiver makes of them in decoded."""
-    with np.errstate(all="ignore"):
-        halves = (values * np.float32(1.0 / scale)).astype(np.float16).view(np.uint16)
-    out[:] = np.minimum(halves & 0x7FFF, 0x77FF) | (halves & 0x8000)
-    fp16_decode(out, scale, decoded)
-
-
-def fp16_decode(stream: Array, scale: float, out: Array) -> None:
-    magnitudes = ((stream & 0x7FFF).astype(np.uint32) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
-    with np.errstate(over="ignore"):
-        out[:] = magnitudes * np.float32(scale)
-    out[stream >= 0x8000] *= -1
-
-
-def bf16_encode(values: Array, out: Array, decoded: Array) -> None:
-    """The upper halves of the floats, rounded to nearest even; the largest ones round down, never to inf."""
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    overflow = (rounded & np.uint32(0x7FFF)) >= 0x7F80
-    out[:] = rounded - overflow
-    bf16_decode(out, decoded)
-
-
-def bf16_decode(stream: Array, out: Array) -> None:
-    out.view(np.uint32)[:] = stream.astype(np.uint32) << np.uint32(16)
 
 
 LANES = 16

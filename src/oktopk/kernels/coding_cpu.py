@@ -9,15 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .coding import LANES, PRIME, IndexCode, ValueCode, elias_fano_words, padded
-from .vector import as_bits, as_float, trailing_zeros
+from .coding import LANES, PRIME, IndexCode, elias_fano_words, padded
+from .values import VALUE_WIDTHS
+from .values_cpu import read_values, write_values
+from .vector import trailing_zeros
 
 compiled = njit(nogil=True, cache=True)
 
 _RAW32, _RAW64, _DELTA8, _DELTA16, _ELIAS_FANO = (
     int(IndexCode[name]) for name in ("RAW32", "RAW64", "DELTA8", "DELTA16", "ELIAS_FANO")
 )
-_FP32, _BF16, _FP16 = (int(code) for code in ValueCode)
 _PRIME = np.uint64(PRIME)
 
 
@@ -254,86 +255,6 @@ def read_indices(stream, code, low, start, span, out):
     return out.size == span and stream.size == 0
 
 
-# --- values --------------------------------------------------------------------------------------------------
-
-
-@compiled
-def _fp16_scale(values):
-    largest = np.uint32(0)
-    for j in range(values.size):
-        bits = np.uint32(as_bits(values[j]) & np.uint32(0x7FFFFFFF))
-        largest = bits if bits > largest else largest
-    exponent = np.int64(largest >> 23) - 126 if largest else 0
-    exponent = min(113, max(-126, exponent - 15))
-    return as_float(np.uint32((exponent + 127) << 23))
-
-
-@compiled
-def _from_half(half, scale):
-    magnitude = as_float(np.uint32((half & 0x7FFF) << 13)) * np.float32(2.0**112)
-    value = magnitude * scale
-    return -value if half & 0x8000 else value
-
-
-@compiled
-def _fp16_encode(values, scale, out, decoded):
-    inverse = np.float32(1) / scale
-    for j in range(values.size):
-        bits = as_bits(values[j] * inverse)
-        sign = np.uint32((bits >> 16) & 0x8000)
-        bits = np.uint32(bits & 0x7FFFFFFF)
-        normal = np.uint32(bits + np.uint32(0xC8000FFF) + np.uint32((bits >> 13) & 1)) >> 13
-        # Adding a half shifts a subnormal half's bits to the bottom of the float, rounded on the way.
-        small = as_bits(as_float(bits) + np.float32(0.5)) - np.uint32(0x3F000000)
-        half = np.uint32(
-            sign | (np.uint32(small) if bits < 0x38800000 else min(np.uint32(normal), np.uint32(0x77FF)))
-        )
-        out[j] = half
-        decoded[j] = _from_half(half, scale)
-
-
-@compiled
-def _bf16_encode(values, out, decoded):
-    for j in range(values.size):
-        bits = as_bits(values[j])
-        rounded = np.uint32(bits + np.uint32(0x7FFF) + np.uint32((bits >> 16) & 1)) >> 16
-        overflow = (rounded & 0x7FFF) >= 0x7F80
-        out[j] = rounded - overflow
-        decoded[j] = as_float(np.uint32((rounded - overflow) << 16))
-
-
-@compiled
-def write_values(values, code, out, decoded):
-    scale = np.float32(1)
-    if code == _FP16:
-        scale = _fp16_scale(values)
-        _fp16_encode(values, scale, out.view(np.uint16), decoded)
-    elif code == _BF16:
-        _bf16_encode(values, out.view(np.uint16), decoded)
-    else:
-        floats = out.view(np.float32)
-        for j in range(values.size):
-            floats[j] = values[j]
-            decoded[j] = values[j]
-    return scale
-
-
-@compiled
-def read_values(stream, code, scale, out):
-    if code == _FP16:
-        halves = stream.view(np.uint16)
-        for j in range(out.size):
-            out[j] = _from_half(np.uint32(halves[j]), np.float32(scale))
-    elif code == _BF16:
-        upper = stream.view(np.uint16)
-        for j in range(out.size):
-            out[j] = as_float(np.uint32(upper[j]) << np.uint32(16))
-    else:
-        floats = stream.view(np.float32)
-        for j in range(out.size):
-            out[j] = floats[j]
-
-
 # --- a whole message, in one call ----------------------------------------------------------------------------
 
 _padded = compiled(padded)
@@ -342,7 +263,7 @@ _padded = compiled(padded)
 @compiled
 def write_body(body, index_code, index_bytes, low, start, span, indices, value_code, values, decoded):
     values_at = _padded(index_bytes)
-    values_end = values_at + (4 if value_code == _FP32 else 2) * indices.size
+    values_end = values_at + VALUE_WIDTHS[value_code] * indices.size
     body[index_bytes:values_at] = 0
     body[values_end:] = 0
     write_indices(indices, index_code, low, start, span, body[:index_bytes])
@@ -352,7 +273,7 @@ def write_body(body, index_code, index_bytes, low, start, span, indices, value_c
 @compiled
 def read_body(body, index_code, index_bytes, low, start, span, indices, value_code, scale, values):
     values_at = _padded(index_bytes)
-    values_end = values_at + (4 if value_code == _FP32 else 2) * indices.size
+    values_end = values_at + VALUE_WIDTHS[value_code] * indices.size
     if not read_indices(body[:index_bytes], index_code, low, start, span, indices):
         return False
     read_values(body[values_at:values_end], value_code, scale, values)

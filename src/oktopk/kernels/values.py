@@ -1,0 +1,129 @@
+"""Value codes in plain NumPy: the definition of their byte streams, which `values_cpu` writes too, compiled.
+
+Lossy codes round to nearest, ties to even, and saturate: a finite value never becomes an infinity. The sender
+learns what a receiver will see, to the bit, and keeps the rest.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+VALUE_WIDTHS = (4, 2, 2, 1)
+"""Bytes per value, by code."""
+
+
+class ValueCode(IntEnum):
+    """How the values of a message are written; FP16 and E4M3 over a scale with which the largest one fits.
+
+    E4M3 is a byte: sign, four bits of exponent, three of mantissa. None of its 256 codes is an infinity or a NaN.
+    """
+
+    FP32 = 0
+    BF16 = 1
+    FP16 = 2
+    E4M3 = 3
+
+    @property
+    def width(self) -> int:
+        return VALUE_WIDTHS[self]
+
+
+def write_values(values: Array, code: int, out: Array, decoded: Array) -> float:
+    """Write the values; decoded receives what a receiver makes of them. Returns their scale."""
+    if code == ValueCode.FP32:
+        out.view(np.float32)[:] = values
+        decoded[:] = values
+        return 1.0
+    if code == ValueCode.BF16:
+        bf16_encode(values, out.view(np.uint16), decoded)
+        return 1.0
+    if code == ValueCode.FP16:
+        scale = fp16_scale(values)
+        fp16_encode(values, scale, out.view(np.uint16), decoded)
+        return scale
+    scale = e4m3_scale(values)
+    e4m3_encode(values, scale, out, decoded)
+    return scale
+
+
+def read_values(stream: Array, code: int, scale: float, out: Array) -> None:
+    if code == ValueCode.FP32:
+        out[:] = stream.view(np.float32)
+    elif code == ValueCode.BF16:
+        bf16_decode(stream.view(np.uint16), out)
+    elif code == ValueCode.FP16:
+        fp16_decode(stream.view(np.uint16), scale, out)
+    else:
+        e4m3_decode(stream, scale, out)
+
+
+def fp16_scale(values: Array) -> float:
+    """A power of two that brings the largest magnitude into [2^14, 2^15), where fp16 cannot overflow."""
+    largest = float(np.abs(values).max()) if values.size else 0.0
+    return float(2.0 ** min(113, max(-126, int(np.frexp(largest)[1]) - 15)))
+
+
+def fp16_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
+    """Values over scale as fp16 bits in out; what a receiver makes of them in decoded."""
+    with np.errstate(all="ignore"):
+        halves = (values * np.float32(1.0 / scale)).astype(np.float16).view(np.uint16)
+    out[:] = np.minimum(halves & 0x7FFF, 0x77FF) | (halves & 0x8000)
+    fp16_decode(out, scale, decoded)
+
+
+def fp16_decode(stream: Array, scale: float, out: Array) -> None:
+    magnitudes = ((stream & 0x7FFF).astype(np.uint32) << np.uint32(13)).view(np.float32) * np.float32(2.0**112)
+    with np.errstate(over="ignore"):
+        out[:] = magnitudes * np.float32(scale)
+    out[stream >= 0x8000] *= -1
+
+
+E4M3_LARGEST = 1.875
+E4M3_SCALES = 2.0**-126, 2.0**127
+"""Between these the scale, its inverse, and all it makes of the codes are finite."""
+
+
+def e4m3_scale(values: Array) -> float:
+    """Brings the largest magnitude to the largest code.
+
+    Not a power of two: values of all messages would fall on the same few levels, and many sums would be equal,
+    which no threshold tells apart.
+    """
+    largest = np.abs(values).max(initial=np.float32(0))
+    smallest_scale, largest_scale = E4M3_SCALES
+    return float(np.fmin(np.fmax(largest / np.float32(E4M3_LARGEST), smallest_scale), largest_scale))
+
+
+def e4m3_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
+    """Values over scale, below 2, to four bits; below 2^-14 in steps of 2^-17, so that zero is exact."""
+    with np.errstate(all="ignore"):
+        magnitudes = np.abs(values) * (np.float32(1) / np.float32(scale))
+        exponents = np.frexp(np.maximum(magnitudes, np.float32(2.0**-14)))[1]
+        codes = np.rint(np.ldexp(magnitudes, 4 - exponents)) + 8 * (exponents + 13)
+    out[:] = np.fmin(codes, 0x7F).astype(np.uint8) | (np.signbit(values).astype(np.uint8) << 7)
+    e4m3_decode(out, scale, decoded)
+
+
+def e4m3_decode(stream: Array, scale: float, out: Array) -> None:
+    codes = (stream & 0x7F).astype(np.int32)
+    exponents = np.maximum(codes >> 3, 1)
+    out[:] = np.ldexp(np.float32(codes - 8 * (exponents - 1)), exponents - 18) * np.float32(scale)
+    out[stream >= 0x80] *= -1
+
+
+def bf16_encode(values: Array, out: Array, decoded: Array) -> None:
+    """The upper halves of the floats, rounded to nearest even; the largest ones round down, never to inf."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    overflow = (rounded & np.uint32(0x7FFF)) >= 0x7F80
+    out[:] = rounded - overflow
+    bf16_decode(out, decoded)
+
+
+def bf16_decode(stream: Array, out: Array) -> None:
+    out.view(np.uint32)[:] = stream.astype(np.uint32) << np.uint32(16)
