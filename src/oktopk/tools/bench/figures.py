@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .contenders import Turn
-from .plan import BACKWARD, DDP, Plan
+from .names import BACKWARD, DDP, LINK, MEMORY, limited, ours
+from .plan import Plan
+from .turns import Turn
 
 Record = dict[str, Any]
 METERED, MODELLED, INTERFACE = "metered", "modelled", "interface"
@@ -16,16 +17,31 @@ METERED, MODELLED, INTERFACE = "metered", "modelled", "interface"
 def records(plan: Plan, params: int, of_ranks: Sequence[Mapping[str, Sequence[Turn]]]) -> list[Record]:
     """A step takes as long as on its slowest rank; all else is the mean over the ranks, and then the median over
     the steps. Bytes and stages, which add up, are means."""
-    found = [_record(plan, params, name, [turns[name] for turns in of_ranks]) for name in plan.names]
+    found = [record_of(plan, params, name, [turns[name] for turns in of_ranks]) for name in plan.names]
     medians = {record["name"]: record["median_step_seconds"] for record in found}
     for record in found:
-        own = record["median_step_seconds"]
-        record["ddp_over_it"] = medians[DDP] / own if DDP in medians else None
-        record["above_backward_seconds"] = own - medians[BACKWARD] if BACKWARD in medians else None
+        own, limit = record["median_step_seconds"], is_limit(record["name"])
+        record["ddp_over_it"] = medians[DDP] / own if DDP in medians and not limit else None
+        above = own - medians[BACKWARD] if BACKWARD in medians and not limit else None
+        record["above_backward_seconds"] = above
+        record["limits_seconds"] = limits = _limits(record["name"], medians)
+        record["above_over_limits"] = above / limits if above is not None and limits else None
     return found
 
 
-def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]]) -> Record:
+def is_limit(name: str) -> bool:
+    """Whether its steps have no backward."""
+    return name == MEMORY or limited(name) is not None
+
+
+def _limits(name: str, medians: Mapping[str, float]) -> float | None:
+    """One pass over memory, and the bytes that this one sends over the link, if both were measured."""
+    memory, link = medians.get(MEMORY), medians.get(f"{LINK}:{name}")
+    return None if memory is None or link is None else memory + link
+
+
+def record_of(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]]) -> Record:
+    """Of one contender, by the turns of all ranks."""
     slowest = [max(turn.seconds for turn in step) for step in zip(*ranks, strict=True)]
     interface = _mean(ranks, lambda turn: turn.interface_bytes)
     sent, source = _sent(ranks, interface)
@@ -36,7 +52,7 @@ def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]])
         "model": plan.model,
         "params": params,
         "density": plan.density,
-        "values": plan.values,
+        "values": _values(plan, name),
         "steps": len(slowest),
         "median_step_seconds": statistics.median(slowest),
         "best_step_seconds": min(slowest),
@@ -45,11 +61,18 @@ def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]])
         "sent_bytes_source": source,
         "modelled_bytes": _mean(ranks, lambda turn: turn.reduced.modelled_bytes),
         "interface_bytes": interface,
+        "backward_seconds": _typical(ranks, lambda turn: turn.reduced.backward),
         "exposed_seconds": _typical(ranks, lambda turn: turn.reduced.exposed),
         "hidden_share": _typical(ranks, lambda turn: turn.reduced.hidden_share),
         "stage_seconds": _stages(ranks),
         "step_seconds": slowest,
     }
+
+
+def _values(plan: Plan, name: str) -> str | None:
+    """On the wire; None for those who do not encode."""
+    own = ours(name, plan.values)
+    return None if own is None else own.values
 
 
 def _sent(ranks: Sequence[Sequence[Turn]], interface: float | None) -> tuple[float | None, str | None]:
