@@ -50,15 +50,18 @@ class Turn:
 
 
 def take_turn(
-    run: Callable[[], object], in_lab: bool, tell: Callable[[float], Reduced] = lambda start: Reduced()
+    run: Callable[[], object],
+    in_lab: bool,
+    tell: Callable[[float], Reduced] = lambda start: Reduced(),
+    barrier: Callable[[], object] = dist.barrier,
 ) -> Turn:
     """What run() costs. Ranks begin it together, and leave together; tell() knows when it began."""
-    dist.barrier()
+    barrier()
     before = _sent(in_lab)
     start, cpu = time.perf_counter(), time.process_time()
     run()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    dist.barrier()  # now what was sent has arrived, and is counted
+    barrier()  # now what was sent has arrived, and is counted
     after = _sent(in_lab)
     moved = None if before is None or after is None else after - before
     return Turn(seconds, cpu, moved, tell(start))
