@@ -22,9 +22,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return judge
 
 
-def record(
-    judge: ModuleType, scene: str, link: str, name: str, milliseconds: float, **more: Any
-) -> dict[str, Any]:
+def record(scene: str, link: str, name: str, milliseconds: float, **more: Any) -> dict[str, Any]:
     figures = {
         "above_backward_seconds": 1e-3 * (milliseconds - 60),
         "cpu_seconds": 0.02,
