@@ -45,6 +45,8 @@ HEADERS = [
     "exposed ms",
     "hidden",
 ]
+OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp"}
+"""MPICH must not take the short way through memory, nor may UCX below it."""
 _PAUSE = 50e-6
 
 
@@ -161,7 +163,7 @@ def main() -> None:
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         parser.error("MPI needs mpi4py and an MPI library: pip install 'oktopk[mpi]'")
-    way = {} if options.shared_memory else {"MPIR_CVAR_NOLOCAL": "1"}
+    way = {} if options.shared_memory else OVER_TCP
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **way}
     command = [mpirun, "-np", str(options.ranks), sys.executable, __file__, "--job", *sys.argv[1:]]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=options.timeout, check=True, env=environment)
