@@ -60,8 +60,8 @@ def report(headers: Sequence[str], measured: Iterable[tuple[list[list[object]], 
     write_json(path, records)
 
 
-def write_json(path: Path, records: object) -> None:
+def write_json(path: Path, records: object, **more: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()}
-    path.write_text(json.dumps({"machine": machine, "records": records}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": machine, "records": records, **more}, indent=2) + "\n")
     print(f"\nwritten to {path}")

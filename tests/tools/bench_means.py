@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oktopk.tools.bench.contenders import Contender
+from oktopk.tools.bench.contenders import Averaging
 from oktopk.tools.bench.plan import Plan
 from oktopk.tools.bench.workloads import make_workload
 
@@ -21,7 +21,7 @@ def main(text: str) -> None:
     plan = Plan.from_json(text)
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan.timeout))
     workload = make_workload(plan.model, plan.params, dist.get_rank())
-    contenders = {name: Contender(name, workload, plan) for name in plan.names}
+    contenders = {name: Averaging(name, workload, plan) for name in plan.names}
     for step in range(STEPS):
         workload.prepare(step)
         turns = {name: contender.turn() for name, contender in contenders.items()}
@@ -45,7 +45,7 @@ def main(text: str) -> None:
     dist.destroy_process_group()
 
 
-def flat(contender: Contender) -> Tensor:
+def flat(contender: Averaging) -> Tensor:
     grads = [parameter.grad for parameter in contender.model.parameters()]
     return torch.cat([grad.flatten() for grad in grads if grad is not None])
 

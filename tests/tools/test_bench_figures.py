@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from oktopk.tools.bench.contenders import Reduced, Turn
 from oktopk.tools.bench.figures import Record, records
 from oktopk.tools.bench.picture import draw
 from oktopk.tools.bench.plan import Plan
-from oktopk.tools.bench.tables import text
+from oktopk.tools.bench.tables import phases, text
+from oktopk.tools.bench.turns import Reduced, Turn
 
 STAGES = ("select", "encode", "exchange", "decode", "wait", "other")
 
 
 def reduced(exposed: float, sent: int = 600, modelled: int = 0) -> Reduced:
-    return Reduced(sent, modelled, exposed, 0.25, dict.fromkeys(STAGES, exposed / 2))
+    return Reduced(sent, modelled, exposed, 0.25, dict.fromkeys(STAGES, exposed / 2), 1.5)
 
 
 def three_ranks(interface: int | None = 1000) -> list[dict[str, list[Turn]]]:
@@ -54,6 +54,34 @@ def test_comparisons_are_of_medians() -> None:
     assert known["ddp"]["ddp_over_it"] == 1.0
     assert known["ddp"]["above_backward_seconds"] == 41.5
     assert known["backward"]["above_backward_seconds"] == 0.0
+
+
+def test_the_limits_of_each_are_memory_and_its_own_bytes() -> None:
+    limits = {"limit-memory": 0.5, "limit-link:oktopk": 1.5, "limit-link:topka": 7.0}
+    turns = [
+        {**rank, **{name: [Turn(seconds, 0.1, 1000)] * 5 for name, seconds in limits.items()}}
+        for rank in three_ranks()
+    ]
+    plan = Plan((("backward", "ddp", "oktopk", "dense", *limits),), 3, "1gbit")
+    known = {record["name"]: record for record in records(plan, 77, turns)}
+    assert known["oktopk"]["limits_seconds"] == 2.0
+    assert known["oktopk"]["above_over_limits"] == (6.0 - 0.5) / 2.0
+    assert known["ddp"]["limits_seconds"] is known["dense"]["above_over_limits"] is None
+    for name in limits:
+        assert known[name]["above_backward_seconds"] is known[name]["ddp_over_it"] is None
+    head, *rows = text(list(known.values())).splitlines()
+    assert head.endswith("limits ms  above / limits")
+    assert [row.split()[-2:] for row in rows[:3]] == [["–", "–"], ["–", "–"], ["2,000", "2.75"]]
+
+
+def test_stages_add_up_in_the_table() -> None:
+    shown = phases(list(found().values()))
+    assert shown is not None
+    head, oktopk, dense = shown.splitlines()
+    assert head.split()[3:] == ["step", "backward", *STAGES, "all", "stages", "exposed"]
+    assert oktopk.split() == ["1gbit", "oktopk", "6,000", "1,500", *["4,200"] * 6, "25,200", "4,000"]
+    assert dense.split()[-2:] == ["3,000", "1,000"]
+    assert phases([found()["ddp"]]) is None
 
 
 def test_without_references_there_is_nothing_to_compare_with() -> None:

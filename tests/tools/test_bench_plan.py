@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import oktopk
+from oktopk.algorithms import ALGORITHMS
 from oktopk.cli import main
-from oktopk.tools.bench.plan import CONTENDERS, REFERENCES, BenchError, Plan, fitting, free_memory
+from oktopk.tools.bench.names import (
+    AUTO_DENSE,
+    CONTENDERS,
+    LINK,
+    REFERENCES,
+    BenchError,
+    warmup,
+    with_link_limits,
+)
+from oktopk.tools.bench.plan import Plan, fitting, free_memory
 
 GIB = 2.0**30
 
@@ -35,6 +48,31 @@ def test_references_alone_are_one_group() -> None:
     assert fitting(REFERENCES, 1000, 2, GIB * 8) == (REFERENCES,)
 
 
+@pytest.mark.parametrize("memory", [10 * GIB, 14 * GIB])
+def test_a_link_limit_stands_right_behind_the_one_whose_bytes_it_sends(memory: float) -> None:
+    groups = fitting(with_link_limits(CONTENDERS), 25_557_032, 4, memory)
+    assert len(groups) > 1
+    pairs = [pair for group in groups for pair in itertools.pairwise(group)]
+    limited = [(whose, limit) for whose, limit in pairs if limit.startswith(LINK)]
+    assert limited == [(name, f"{LINK}:{name}") for name in ALGORITHMS if name != "dense"]
+
+
+def test_auto_has_decided_by_the_end_of_its_warm_up() -> None:
+    def rank(comm: oktopk.Communicator) -> list[float]:
+        with oktopk.AllReducer(
+            {"x": torch.ones(3000, requires_grad=True)}.items(), comm=comm, warmup_steps=AUTO_DENSE, auto=True
+        ) as reducer:
+            compared = []
+            for _ in range(warmup("oktopk:auto")):
+                reducer.sync({"x": torch.randn(3000)})
+                compared.append(reducer.stats()["bucket0/dense_seconds"])
+            return compared
+
+    for compared in oktopk.run_threads(3, rank, timeout=60):
+        assert set(compared[:-1]) == {0.0}
+        assert compared[-1] > 0
+
+
 def test_what_cannot_fit_is_said() -> None:
     with pytest.raises(
         BenchError, match=r"4 ranks with 1,000,000,000 parameters do not fit .* take fewer --ranks"
@@ -56,6 +94,9 @@ def test_ranks_are_told_all() -> None:
     ("words", "complaint"),
     [
         (["--contenders", "ddp,zip"], "unknown contender 'zip': choose from backward, ddp"),
+        (["--contenders", "oktopk:fp99"], "unknown variant 'fp99' of oktopk: choose from fp32"),
+        (["--contenders", "topka:fp16:bf16"], "'topka:fp16:bf16' has 2 value formats: give one"),
+        (["--contenders", "limit-link:ddp"], "unknown contender 'limit-link:ddp'"),
         (["--contenders", ","], "give at least one contender"),
         (["--link", ","], "give at least one link"),
         (["--link", "1gbit,fast"], "--link: rate must be None or like '100mbit' or '1gbit'"),

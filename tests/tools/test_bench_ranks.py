@@ -14,7 +14,8 @@ from worlds import is_running, wait_until
 
 from oktopk.cli import main
 from oktopk.tools.bench.launch import on_loopback
-from oktopk.tools.bench.plan import CONTENDERS, Plan
+from oktopk.tools.bench.names import CONTENDERS, LINK, MEMORY, REFERENCES, VARIANTS, ours, with_link_limits
+from oktopk.tools.bench.plan import Plan
 from oktopk.tools.lab import JobFailed, JobTimeout
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,9 +26,8 @@ SPARSE = ("topka", "topkdsa", "gtopk", "gaussiank", "oktopk")
 
 
 def test_contenders_average_what_all_ranks_have() -> None:
-    plan = Plan(
-        (tuple(CONTENDERS),), RANKS, model="synthetic", params=1_100_001, density=DENSITY, timeout=PATIENCE
-    )
+    names = tuple(name for name in CONTENDERS if name not in (MEMORY, LINK))
+    plan = Plan((names,), RANKS, model="synthetic", params=1_100_001, density=DENSITY, timeout=PATIENCE)
     job = [sys.executable, str(Path(__file__).with_name("bench_means.py")), plan.to_json()]
     found = json.loads(on_loopback(job, RANKS, timeout=PATIENCE))
     assert found["backward"]["own_error"] == 0
@@ -82,6 +82,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert set(oktopk["stage_seconds"]) == {"select", "encode", "exchange", "decode", "wait", "other"}
     assert picture.stat().st_size > 0
     assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_all_take_part_with_a_tiny_model_and_half_of_its_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [*CONTENDERS, *(f"oktopk:{variant}" for variant in VARIANTS)]
+    words = ["--model", "synthetic", "--params", "10k", "--density", "0.5", "--steps", "2", "--ranks", "3"]
+    limits = ["--json", "--timeout", str(PATIENCE)]
+    assert main(["bench", "--contenders", ",".join(names), *words, *limits]) == 0
+    found = {record["name"]: record for record in json.loads(capsys.readouterr().out)["records"]}
+    assert list(found) == list(REFERENCES) + [name for name in with_link_limits(names) if name not in REFERENCES]
+    for name, record in found.items():
+        assert record["steps"] == 2
+        assert (record["stage_seconds"] is None) == (ours(name) is None)
+        if record["stage_seconds"] is not None:
+            busy = sum(record["stage_seconds"].values())
+            assert 0 < busy < max(record["step_seconds"])
+            assert record["backward_seconds"] + record["exposed_seconds"] < max(record["step_seconds"])
+        assert (record["limits_seconds"] is None) == (f"{LINK}:{name}" not in found)
+    assert found["oktopk:fp16"]["sent_bytes"] < 0.7 * found["oktopk:fp32"]["sent_bytes"]
+    assert found["oktopk"]["sent_bytes"] == found["oktopk:fp32"]["sent_bytes"]
+    assert found["ddp"]["peak_memory_bytes"] > 1e8
 
 
 SAYS = "import os, sys, time; print('here', flush=True); rank = os.environ['RANK']; "

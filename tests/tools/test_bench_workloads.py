@@ -35,7 +35,7 @@ def test_shapes_are_those_of_the_network() -> None:
     assert resnet50_shapes() == [tuple(parameter.shape) for parameter in network.parameters()]
 
 
-@pytest.mark.parametrize("size", [1, 1023, 2**20, 2**20 + 1, 3_000_017])
+@pytest.mark.parametrize("size", [1, 2, 1023, 10_000, 2**20, 2**20 + 1, 3_000_017])
 def test_synthetic_shapes_have_the_size_asked_for(size: int) -> None:
     assert sum(torch.Size(shape).numel() for shape in synthetic_shapes(size)) == size
 

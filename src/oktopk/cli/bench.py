@@ -4,6 +4,7 @@
     oktopk bench --ranks 4 --link none,1gbit,100mbit               in a lab of network namespaces (needs root)
     oktopk bench --link 1gbit --model transformer --bucket-mb 1    a network that computes
     oktopk bench --contenders ddp,powersgd,oktopk --figure bench.png
+    oktopk bench --contenders ddp,oktopk,oktopk:fp16,oktopk:auto   variants of ours
 
 A step is the backward pass with the exchange of gradients; forward and optimizer do not count. Contenders take
 turns step by step, so that what disturbs the machine disturbs all of them. Ctrl-C leaves nothing behind.
@@ -24,9 +25,10 @@ from oktopk.errors import OkTopkError
 from oktopk.signals import interrupted_code
 from oktopk.tools.bench.figures import Record
 from oktopk.tools.bench.launch import NO_LIMIT, measure
+from oktopk.tools.bench.names import CONTENDERS, VARIANTS, BenchError, with_link_limits
 from oktopk.tools.bench.picture import check_drawing, draw
-from oktopk.tools.bench.plan import CONTENDERS, BenchError, Plan, free_memory
-from oktopk.tools.bench.tables import text
+from oktopk.tools.bench.plan import Plan, free_memory
+from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
 from oktopk.tools.lab import lab_problem, parse_rate
 from oktopk.wire import VALUE_CODES
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contenders",
         default=",".join(CONTENDERS),
         metavar="A,B,…",
-        help="(default: all) " + ", ".join(CONTENDERS),
+        help=f"(default: all) {', '.join(CONTENDERS)}; ours also as oktopk:fp16, by {', '.join(VARIANTS)}",
     )
     parser.add_argument("--steps", type=int, default=15, metavar="N", help="steps that count (default: 15)")
     parser.add_argument("--density", type=float, default=0.01, metavar="X", help="(default: 0.01)")
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
     """What to measure on which links; what is wrong is said before anything is measured."""
-    names, links = words(options.contenders), words(options.link or "")
+    names, links = with_link_limits(words(options.contenders)), words(options.link or "")
     if not names or (options.link is not None and not links):
         raise BenchError(f"give at least one {'link' if names else 'contender'}")
     try:
@@ -120,7 +122,10 @@ def _show(options: argparse.Namespace, records: list[Record]) -> int:
     if not records:
         return 0
     machine = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()}
-    print(json.dumps({"machine": machine, "records": records}, indent=2) if options.json else text(records))
+    if options.json:
+        print(json.dumps({"machine": machine, "records": records}, indent=2))
+    else:
+        print("\n\n".join(filter(None, [text(records), phases(records)])))
     try:
         if options.figure is not None:
             draw(records, options.figure)

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--calibrate", nargs="?", const=_LOOPBACK, metavar="RATE",
-        help="measure the link instead: between hosts in network namespaces at this rate, like 1gbit (needs root), "
+        help="measure the link instead: between hosts in network namespaces at this rate, like 1gbit (root), "
         "or, without a rate or root, on the loopback of this machine",
     )  # fmt: skip
     parser.add_argument("--algorithms", default=every, metavar="A,B,…", help=f"(default: {every})")

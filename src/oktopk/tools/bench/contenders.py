@@ -1,11 +1,8 @@
-"""Those who take part: a DDP model each, with a hook of its own, and what one step of it costs."""
+"""Those who take part: a DDP model each, with a hook of its own, or a limit; and what one step of it costs."""
 
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -13,53 +10,34 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.algorithms import ALGORITHMS
 from oktopk.ddp import OkTopkState
-from oktopk.metrics import StepEvent
 from oktopk.sinks import MemorySink
 
-from .plan import BACKWARD, BF16, DDP, FP16, POWERSGD, Plan
+from .limits import LinkLimit, MemoryLimit
+from .names import AUTO_DENSE, BACKWARD, BF16, DDP, FP16, MEMORY, POWERSGD, limited, ours
+from .plan import Plan
+from .turns import Reduced, Turn, take_turn
 from .workloads import Workload
 
-_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _ONE_BUCKET = 1e6
 """Megabytes that no model has."""
 _POWERSGD_START = 2
 """The least that torch allows; steps before are dense."""
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """What our own reducers tell about a step; torch's hooks tell nothing."""
+class Contender(Protocol):
+    """Somebody who takes turns with the others."""
 
-    sent_bytes: int | None = None
-    modelled_bytes: int | None = None
-    exposed: float | None = None
-    hidden_share: float | None = None
-    stages: dict[str, float] | None = None
+    def turn(self) -> Turn: ...
 
-    @classmethod
-    def of(cls, event: StepEvent) -> "Reduced":
-        wire = event.wire
-        return cls(wire.sent_bytes, wire.modelled_bytes, event.exposed, event.hidden_share, asdict(event.seconds))
+    def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One step of one contender on one rank."""
-
-    seconds: float
-    cpu_seconds: float
-    interface_bytes: int | None
-    """Sent by this host while it lasted, as its interface has counted; None where there is no interface."""
-    reduced: Reduced = Reduced()
-
-
-class Contender:
-    """One way to average the gradients."""
+class Averaging:
+    """One way to average the gradients, as a DDP model with its hook."""
 
     def __init__(self, name: str, workload: Workload, plan: Plan) -> None:
-        self.workload, self.in_lab = workload, plan.link is not None
+        self.workload, self.in_lab = workload, plan.in_lab
         self.model = DistributedDataParallel(
             workload.replica(),
             bucket_cap_mb=_ONE_BUCKET if name == POWERSGD else plan.bucket_mb,
@@ -67,34 +45,38 @@ class Contender:
         )
         self.memory = MemorySink(limit=1)
         self.state: OkTopkState | None = None
-        if name in ALGORITHMS:
+        own = ours(name, plan.values)
+        if own is not None:
             state = OkTopkState(
-                algorithm=name, density=plan.density, values=plan.values, warmup_steps=0, auto=False,
-                sinks=[self.memory], timeout=plan.timeout,
+                algorithm=own.algorithm, density=plan.density, values=own.values, auto=own.auto,
+                warmup_steps=AUTO_DENSE if own.auto else 0, sinks=[self.memory], timeout=plan.timeout,
             )  # fmt: skip
             self.state = state.register(self.model)
         else:
             _CONNECT[name](self.model)
 
     def turn(self) -> Turn:
-        """One step: the backward pass with all that is exchanged. Ranks begin it together, and leave together."""
+        """One step: the backward pass with all that is exchanged."""
         self.model.zero_grad(set_to_none=True)
         loss = self.workload.loss(self.model)
-        dist.barrier()
-        sent = self._sent()
-        start, cpu = time.perf_counter(), time.process_time()
-        loss.backward()  # type: ignore[no-untyped-call]
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        dist.barrier()  # now what was sent has arrived, and is counted
-        moved = None if sent is None else (self._sent() or 0) - sent
-        return Turn(seconds, cpu, moved, Reduced.of(self.memory.steps[-1]) if self.state else Reduced())
+        return take_turn(loss.backward, self.in_lab, self._told)
+
+    def _told(self, start: float) -> Reduced:
+        return Reduced() if self.state is None else Reduced.of(self.memory.steps[-1], start)
 
     def close(self) -> None:
         if self.state is not None:
             self.state.close()
 
-    def _sent(self) -> int | None:
-        return int(_SENT.read_text()) if self.in_lab else None
+
+def make_contender(name: str, workload: Workload, plan: Plan, sent: Mapping[str, int]) -> Contender:
+    """`sent` has what the others have sent in their last turns."""
+    whose = limited(name)
+    if whose is not None:
+        return LinkLimit(lambda: sent.get(whose, 0), plan.in_lab)
+    if name == MEMORY:
+        return MemoryLimit(workload.size, plan.in_lab)
+    return Averaging(name, workload, plan)
 
 
 def _nothing(state: None, bucket: GradBucket) -> Future[Tensor]:

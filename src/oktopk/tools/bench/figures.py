@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .contenders import Turn
-from .plan import BACKWARD, DDP, Plan
+from .names import BACKWARD, DDP, LINK, MEMORY, limited, ours
+from .plan import Plan
+from .turns import Turn
 
 Record = dict[str, Any]
 METERED, MODELLED, INTERFACE = "metered", "modelled", "interface"
@@ -16,13 +17,18 @@ METERED, MODELLED, INTERFACE = "metered", "modelled", "interface"
 def records(plan: Plan, params: int, of_ranks: Sequence[Mapping[str, Sequence[Turn]]]) -> list[Record]:
     """A step takes as long as on its slowest rank; all else is the mean over the ranks, and then the median over
     the steps. Bytes and stages, which add up, are means."""
-    found = [_record(plan, params, name, [turns[name] for turns in of_ranks]) for name in plan.names]
+    found = [record_of(plan, params, name, [turns[name] for turns in of_ranks]) for name in plan.names]
     steps = {record["name"]: record["step_seconds"] for record in found}
     for record in found:
-        own = record["median_step_seconds"]
-        ddp, backward = (_beside(plan, record["name"], reference, steps) for reference in (DDP, BACKWARD))
+        name, own = record["name"], record["median_step_seconds"]
+        ddp, backward, memory = (_beside(plan, name, reference, steps) for reference in (DDP, BACKWARD, MEMORY))
+        link = _beside(plan, name, f"{LINK}:{name}", steps)
+        if is_limit(name):
+            ddp = backward = None
         record["ddp_over_it"] = None if ddp is None else ddp / own
-        record["above_backward_seconds"] = None if backward is None else own - backward
+        record["above_backward_seconds"] = above = None if backward is None else own - backward
+        record["limits_seconds"] = limits = None if memory is None or link is None else memory + link
+        record["above_over_limits"] = above / limits if above is not None and limits else None
     return found
 
 
@@ -40,7 +46,13 @@ def _beside(plan: Plan, name: str, reference: str, steps: Mapping[str, Sequence[
     return statistics.median(shared) if shared else None
 
 
-def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]]) -> Record:
+def is_limit(name: str) -> bool:
+    """Whether its steps have no backward."""
+    return name == MEMORY or limited(name) is not None
+
+
+def record_of(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]]) -> Record:
+    """Of one contender, by the turns of all ranks."""
     slowest = [max(turn.seconds for turn in step) for step in zip(*ranks, strict=True)]
     interface = _mean(ranks, lambda turn: turn.interface_bytes)
     sent, source = _sent(ranks, interface)
@@ -51,7 +63,7 @@ def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]])
         "model": plan.model,
         "params": params,
         "density": plan.density,
-        "values": plan.values,
+        "values": _values(plan, name),
         "steps": len(slowest),
         "median_step_seconds": statistics.median(slowest),
         "best_step_seconds": min(slowest),
@@ -60,11 +72,18 @@ def _record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]])
         "sent_bytes_source": source,
         "modelled_bytes": _mean(ranks, lambda turn: turn.reduced.modelled_bytes),
         "interface_bytes": interface,
+        "backward_seconds": _typical(ranks, lambda turn: turn.reduced.backward),
         "exposed_seconds": _typical(ranks, lambda turn: turn.reduced.exposed),
         "hidden_share": _typical(ranks, lambda turn: turn.reduced.hidden_share),
         "stage_seconds": _stages(ranks),
         "step_seconds": slowest,
     }
+
+
+def _values(plan: Plan, name: str) -> str | None:
+    """On the wire; None for those who do not encode."""
+    own = ours(name, plan.values)
+    return None if own is None else own.values
 
 
 def _sent(ranks: Sequence[Sequence[Turn]], interface: float | None) -> tuple[float | None, str | None]:

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from .contenders import Contender, Turn
+from .contenders import make_contender
 from .figures import records
+from .names import warmup
 from .plan import Plan
+from .turns import Turn
 from .workloads import Workload, make_workload
-
-WARMUP = 3
-"""Steps of each contender that do not count: kernels are compiled, DDP arranges its buckets anew after the first,
-PowerSGD begins with the third, and thresholds are found exactly in the first one of a bucket."""
 
 
 def measure(plan: Plan, workload: Workload, done: Callable[[str], object]) -> dict[str, list[Turn]]:
-    """Contenders take turns step by step, group after group."""
+    """Contenders take turns step by step, group after group; who has a longer warm-up begins earlier."""
     turns: dict[str, list[Turn]] = {name: [] for name in plan.names}
-    for number, group in enumerate(plan.groups):
-        contenders = {name: Contender(name, workload, plan) for name in group}
-        for step in range(WARMUP + plan.steps):
-            workload.prepare(number * (WARMUP + plan.steps) + step)
+    sent: dict[str, int] = {}
+    prepared = itertools.count()
+    for group in plan.groups:
+        contenders = {name: make_contender(name, workload, plan, sent) for name in group}
+        for step in range(-max(map(warmup, group)), plan.steps):
+            workload.prepare(next(prepared))
             for name, contender in contenders.items():
+                if step < -warmup(name):
+                    continue
                 turn = contender.turn()
-                if step >= WARMUP:
+                sent[name] = turn.reduced.sent_bytes or 0
+                if step >= 0:
                     turns[name].append(turn)
                 done(name)
         for contender in contenders.values():
@@ -45,7 +50,7 @@ def progress(plan: Plan) -> Callable[[str], object]:
         return lambda name: None
     from tqdm import tqdm
 
-    total = (WARMUP + plan.steps) * sum(map(len, plan.groups))
+    total = sum(warmup(name) + plan.steps for group in plan.groups for name in group)
     bar = tqdm(total=total, unit="step", desc=plan.link or "loopback", disable=dist.get_rank() > 0, leave=False)
 
     def done(name: str) -> None:
@@ -57,6 +62,16 @@ def progress(plan: Plan) -> Callable[[str], object]:
     return done
 
 
+def peak_memory() -> int:
+    """The most bytes that this process has had in memory; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def main(text: str) -> None:
     plan = Plan.from_json(text)
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan.timeout))
@@ -65,9 +80,10 @@ def main(text: str) -> None:
         turns = measure(plan, workload, progress(plan))
         of_ranks: list[dict[str, list[Turn]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_ranks, turns)
+        dist.all_reduce(peak := torch.tensor(peak_memory()), dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
-            size = sum(parameter.numel() for parameter in workload.replica().parameters())
-            print(json.dumps(records(plan, size, of_ranks)), flush=True)
+            found = records(plan, workload.size, of_ranks)
+            print(json.dumps([{**record, "peak_memory_bytes": int(peak)} for record in found]), flush=True)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oktopk.algorithms import ALGORITHMS
 from oktopk.files import appearing
 
-from .figures import Record
-from .plan import BACKWARD, BenchError
+from .figures import Record, is_limit
+from .names import BACKWARD, BenchError, ours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +79,9 @@ def _panel(panel: Axes, records: Sequence[Record]) -> None:
 
 
 def _color(name: str) -> str:
-    return _FLOOR if name == BACKWARD else _OURS if name in ALGORITHMS else _TORCH
+    if name == BACKWARD or is_limit(name):
+        return _FLOOR
+    return _TORCH if ours(name) is None else _OURS
 
 
 def _label(record: Record) -> str:

@@ -7,31 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from oktopk.algorithms import ALGORITHMS
-from oktopk.errors import OkTopkError
 from oktopk.wire import VALUE_CODES
 
+from .names import BF16, FP16, MEMORY, POWERSGD, REFERENCES, BenchError, check_name, limited, ours
 from .workloads import MODELS
 
-BACKWARD, DDP, FP16, BF16, POWERSGD = "backward", "ddp", "ddp-fp16", "ddp-bf16", "powersgd"
-REFERENCES = (BACKWARD, DDP)
-"""What others are compared with: the floor, and what one would do without any of this."""
-CONTENDERS = {
-    BACKWARD: "backward alone: nothing is sent",
-    DDP: "DDP as it is",
-    FP16: "DDP with torch's fp16_compress_hook",
-    BF16: "DDP with torch's bf16_compress_hook",
-    POWERSGD: "DDP with torch's powerSGD_hook, rank 1, one bucket",
-    **{name: f"DDP with the hook of oktopk, {name}" for name in ALGORITHMS},
-}
-_COPIES = {POWERSGD: 4, FP16: 2, BF16: 2, "dense": 2}
+_COPIES = {POWERSGD: 4, FP16: 2, BF16: 2, "dense": 2, MEMORY: 2}
 """Of the gradient that a contender has in memory; sparse algorithms have a residual and a work buffer besides."""
 _SPARSE_COPIES, _SHARED_COPIES, _PROCESS_BYTES = 3, 8, 400e6
 _SHARE_OF_MEMORY = 0.8
-
-
-class BenchError(OkTopkError, ValueError):
-    """Something that cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +38,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if name not in CONTENDERS:
-                raise BenchError(f"unknown contender {name!r}: choose from {', '.join(CONTENDERS)}")
+            check_name(name)
         if self.model not in MODELS:
             raise BenchError(f"unknown model {self.model!r}: choose one of {', '.join(MODELS)}")
         if self.values not in VALUE_CODES:
@@ -73,6 +56,10 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """All contenders, once each."""
         return tuple(dict.fromkeys(name for group in self.groups for name in group))
+
+    @property
+    def in_lab(self) -> bool:
+        return self.link is not None
 
     def fitted(self, memory: float | None) -> Plan:
         """The same in as few groups as fit in that many bytes, with the references in every one of them."""
@@ -97,11 +84,12 @@ def fitting(names: Sequence[str], params: int, ranks: int, memory: float | None)
         return (tuple(names),)
     copy = 4 * params * ranks
     shared = tuple(name for name in names if name in REFERENCES)
-    room = _SHARE_OF_MEMORY * memory - ranks * _PROCESS_BYTES - (_SHARED_COPIES + len(shared)) * copy
+    shared_copies = _SHARED_COPIES + sum(map(_copies, shared))
+    room = _SHARE_OF_MEMORY * memory - ranks * _PROCESS_BYTES - shared_copies * copy
     groups: list[list[str]] = [[]]
     left = room
     for name in (name for name in names if name not in shared):
-        need = _COPIES.get(name, _SPARSE_COPIES) * copy
+        need = _copies(name) * copy
         if need > room:
             raise BenchError(
                 f"{ranks} ranks with {params:,} parameters do not fit in the memory that is free "
@@ -113,6 +101,15 @@ def fitting(names: Sequence[str], params: int, ranks: int, memory: float | None)
         groups[-1].append(name)
         left -= need
     return tuple((*shared, *group) for group in groups)
+
+
+def _copies(name: str) -> int:
+    if limited(name) is not None:
+        return 0
+    own = ours(name)
+    if own is not None and own.algorithm != "dense":
+        return _SPARSE_COPIES
+    return _COPIES.get(name if own is None else own.algorithm, 1)
 
 
 def free_memory() -> float | None:

@@ -12,6 +12,7 @@ _HEAD = (
     *("link", "contender", "step ms", "best ms", "ddp / it", "above backward ms", "CPU ms"),
     *("MB sent", "exposed ms", "hidden"),
 )
+_LIMITS = ("limits ms", "above / limits")
 _MARKS = {MODELLED: " (ring)", INTERFACE: " (link)"}
 _MEANINGS = {
     MODELLED: "(ring): bytes of the ring algorithm; the inside of a library's collective cannot be seen",
@@ -21,7 +22,11 @@ _MEANINGS = {
 
 def text(records: Sequence[Record]) -> str:
     """A row per contender and link, and below it what is not plain."""
-    shown = [table(_HEAD, [_row(record) for record in records])]
+    head, rows = list(_HEAD), [_row(record) for record in records]
+    if any(record["limits_seconds"] is not None for record in records):
+        head += _LIMITS
+        rows = [row + _limits(record) for row, record in zip(rows, records, strict=True)]
+    shown = [table(head, rows)]
     sources = {record["sent_bytes_source"] for record in records}
     shown += [meaning for source, meaning in _MEANINGS.items() if source in sources]
     return "\n".join(shown)
@@ -41,6 +46,27 @@ def _row(record: Record) -> list[object]:
         _milliseconds(record["exposed_seconds"]),
         None if hidden is None else f"{100 * hidden:.0f} %",
     ]
+
+
+def _limits(record: Record) -> list[object]:
+    return [_milliseconds(record["limits_seconds"]), record["above_over_limits"]]
+
+
+def phases(records: Sequence[Record]) -> str | None:
+    """Where the time went of those who tell: until the last bucket was handed over, and in the worker's stages."""
+    told = [record for record in records if record["stage_seconds"] is not None]
+    if not told:
+        return None
+    stages = list(told[0]["stage_seconds"])
+    head = ("link", "ms of", "step", "backward", *stages, "all stages", "exposed")
+    return table(head, [_phase_row(record, stages) for record in told])
+
+
+def _phase_row(record: Record, stages: Sequence[str]) -> list[object]:
+    taken = [record["stage_seconds"][stage] for stage in stages]
+    seconds = [record["median_step_seconds"], record["backward_seconds"], *taken, sum(taken)]
+    shown = map(_milliseconds, [*seconds, record["exposed_seconds"]])
+    return [record["link"] or "loopback", record["name"], *shown]
 
 
 def _milliseconds(seconds: float | None) -> str | None:

@@ -22,12 +22,17 @@ _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 """Of ResNet-50: width inside the blocks, and number of blocks."""
 _EXPANSION, _CLASSES = 4, 1000
 _SIDE = 1024
+_WINDOWS = 1 << 22
+"""Where a window of the pool can begin."""
 _LAYERS, _BATCH = 10, 256
 _BLOCKS, _HEADS, _SEQUENCE, _SEQUENCES = 4, 4, 64, 8
 
 
 class Workload(Protocol):
     """One per rank, for all its contenders."""
+
+    size: int
+    """Parameters of a replica."""
 
     def replica(self) -> nn.Module:
         """A model for one contender; all replicas share the memory of their parameters."""
@@ -46,8 +51,9 @@ class Prepared:
     """A backward that costs no more than handing over: gradients are ready, and are copied to the buckets."""
 
     def __init__(self, shapes: Sequence[Shape], rank: int) -> None:
-        self.gradients = Gradients(sum(map(math.prod, shapes)), rank)
-        self._values = _cut(torch.zeros(self.gradients.buffer.numel()), shapes)
+        self.size = sum(map(math.prod, shapes))
+        self.gradients = Gradients(self.size, rank)
+        self._values = _cut(torch.zeros(self.size), shapes)
         self._parts = _cut(self.gradients.buffer, shapes)
 
     def replica(self) -> nn.Module:
@@ -55,6 +61,31 @@ class Prepared:
 
     def prepare(self, step: int) -> None:
         self.gradients.at(step)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        loss: Tensor = model()
+        return loss
+
+
+class Pooled:
+    """The same from a small pool, of which each layer hands over a window: for models of hundreds of millions.
+
+    Windows change from step to step and are the same on all ranks, so that these share a mean.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], rank: int) -> None:
+        self.size = sum(map(math.prod, shapes))
+        self._values = _cut(torch.zeros(self.size), shapes)
+        self._pool = Gradients(_WINDOWS + max(map(math.prod, shapes)), rank).at(0).clone()
+        self._parts = [self._pool[: math.prod(shape)].view(shape) for shape in shapes]
+
+    def replica(self) -> nn.Module:
+        return _HandsOver(self._values, self._parts)
+
+    def prepare(self, step: int) -> None:
+        starts = torch.randint(0, _WINDOWS, (len(self._parts),), generator=torch.Generator().manual_seed(step))
+        for index, (part, start) in enumerate(zip(self._parts, starts.tolist(), strict=True)):
+            self._parts[index] = self._pool[start : start + part.numel()].view(part.shape)
 
     def loss(self, model: nn.Module) -> Tensor:
         loss: Tensor = model()
@@ -98,6 +129,7 @@ class Computing:
 
     def __init__(self, network: nn.Module, input_shape: Shape, rank: int) -> None:
         self._network = network
+        self.size = sum(parameter.numel() for parameter in network.parameters())
         self._input = torch.empty(input_shape)
         self._random = torch.Generator().manual_seed(1 + rank)
 
@@ -146,13 +178,16 @@ def _convolution(before: int, width: int, kernel: int) -> Iterator[Shape]:
 
 
 def synthetic_shapes(size: int) -> list[Shape]:
-    """Square matrices of a million entries, and a vector of what is left over.
+    """Square matrices of a million entries, or one of what there is, and a vector of what is left over.
 
     >>> synthetic_shapes(2_097_155)
     [(1024, 1024), (1024, 1024), (3,)]
+    >>> synthetic_shapes(10_001)
+    [(100, 100), (1,)]
     """
-    count, rest = divmod(size, _SIDE * _SIDE)
-    return [(_SIDE, _SIDE)] * count + [(rest,)] * (rest > 0)
+    side = min(_SIDE, math.isqrt(size))
+    count, rest = divmod(size, side * side)
+    return [(side, side)] * count + [(rest,)] * (rest > 0)
 
 
 def _mlp(size: int, rank: int) -> Workload:
@@ -171,6 +206,7 @@ def _transformer(size: int, rank: int) -> Workload:
 MODELS: dict[str, tuple[int, Callable[[int, int], Workload]]] = {
     "resnet50-shapes": (25_557_032, lambda size, rank: Prepared(resnet50_shapes(), rank)),
     "synthetic": (25_000_000, lambda size, rank: Prepared(synthetic_shapes(size), rank)),
+    "pooled": (200_000_000, lambda size, rank: Pooled(synthetic_shapes(size), rank)),
     "mlp": (2_600_000, _mlp),
     "transformer": (3_000_000, _transformer),
 }

@@ -1,0 +1,125 @@
+"""The judge by records that were made up: every line can be met and missed, and says when it cannot tell."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("common", "judge"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import judge
+
+    return judge
+
+
+def record(scene: str, link: str, name: str, milliseconds: float, **more: Any) -> dict[str, Any]:
+    figures = {
+        "above_backward_seconds": 1e-3 * (milliseconds - 60),
+        "cpu_seconds": 0.02,
+        "sent_bytes": 0.5e6,
+        "above_over_limits": 1.0,
+    }
+    return (
+        {"scene": scene, "link": link, "name": name, "median_step_seconds": 1e-3 * milliseconds} | figures | more
+    )
+
+
+def run(judge: ModuleType, ours: float = 70.0, auto: float = 1000.0, **more: Any) -> list[dict[str, Any]]:
+    """DDP takes a thousand times as long as a millisecond, and so do its hooks; `ours` is what decides."""
+    others = {"backward": 60.0, **dict.fromkeys(judge.HOOKS, 1000.0)}
+    records = []
+    for scene in judge.SCENES:
+        for link in judge.LINKS:
+            records += [record(scene, link, name, taken) for name, taken in others.items()]
+            for name in (judge.OURS, judge.EIGHT_BIT):
+                records.append(record(scene, link, name, ours, **more))
+            records.append(record(scene, link, judge.AUTO, auto))
+    return records
+
+
+def missed(judge: ModuleType, records: list[dict[str, Any]]) -> set[str]:
+    return {verdict.line.figure for verdict in judge.judge(judge.ASKED, records) if verdict.enough is False}
+
+
+def test_who_is_fast_enough_misses_nothing(judge: ModuleType) -> None:
+    assert missed(judge, run(judge, ours=1000 / 61)) == set()
+    assert all(verdict.enough for verdict in judge.judge(judge.ASKED, run(judge, ours=1000 / 61)))
+
+
+def test_how_many_times_as_fast(judge: ModuleType) -> None:
+    verdicts = judge.judge(judge.ASKED, run(judge, ours=1000 / 5.5))
+    answers = {
+        (verdict.line.link, verdict.line.against): verdict.enough
+        for verdict in verdicts
+        if verdict.line.figure == "times as fast as"
+    }
+    assert answers == {
+        **{("none", other): True for other in judge.HOOKS},
+        ("1gbit", "ddp"): False,
+        ("1gbit", "ddp-fp16"): True,
+        ("1gbit", "ddp-bf16"): True,
+        ("1gbit", "powersgd"): True,
+        ("100mbit", "ddp"): False,
+        ("100mbit", "powersgd"): True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"above_backward_seconds": 0.94 / 17.9}, "above backward, share of"),
+        ({"above_over_limits": 2.01}, "above backward over both limits"),
+        ({"sent_bytes": 1.31e6}, "MB sent"),
+        ({"cpu_seconds": 0.0501}, "CPU ms above"),
+    ],
+)
+def test_one_figure_too_large_is_one_line_missed(judge: ModuleType, more: dict[str, float], line: str) -> None:
+    assert missed(judge, run(judge, ours=1000 / 61, **more)) == {line}
+
+
+def test_eight_bit_values_have_a_bound_of_their_own(judge: ModuleType) -> None:
+    verdicts = judge.judge(judge.ASKED, run(judge, ours=1000 / 61, sent_bytes=1.0e6))
+    assert {verdict.line.name for verdict in verdicts if not verdict.enough} == {judge.EIGHT_BIT}
+
+
+@pytest.mark.parametrize(("dense", "auto", "enough"), [
+    (1000.0, 1029.9, True), (1000.0, 1030.1, False), (2.0, 2.29, True), (2.0, 2.31, False), (2.0, 1.0, True),
+])  # fmt: skip
+def test_auto_may_be_slower_by_3_percent_or_300_microseconds(
+    judge: ModuleType, dense: float, auto: float, enough: bool
+) -> None:
+    known = [
+        record(judge.TINY, "1gbit", "ddp", dense),
+        record(judge.TINY, "1gbit", judge.AUTO, auto),
+    ]
+    told = [verdict for verdict in judge.judge(judge.ASKED, known) if verdict.found is not None]
+    assert [(verdict.line.scene, verdict.enough) for verdict in told] == [(judge.TINY, enough)]
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed(judge: ModuleType) -> None:
+    verdicts = judge.judge(judge.ASKED, [])
+    assert {verdict.enough for verdict in verdicts} == {None}
+    assert {verdict.row()[-1] for verdict in verdicts} == {None}
+
+
+def test_all_six_algorithms_and_both_limits_are_in_the_main_scene(
+    judge: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "free_memory", lambda: None)
+    options = judge.argparse.Namespace(ranks=4, steps=15, timeout=60.0)
+    names = judge.plan_of(judge.MAIN, options).names
+    asked = {line.name for line in judge.ASKED} | {line.against for line in judge.ASKED if line.against}
+    available = {name for name in asked if name.split(":")[-1] != "e4m3" or "e4m3" in judge.VALUE_CODES}
+    assert available <= set(names)
+    assert {"dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk"} <= set(names)
+    assert {"limit-memory", f"limit-link:{judge.OURS}"} <= set(names)
