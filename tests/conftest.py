@@ -13,6 +13,9 @@ from oktopk import wire
 from oktopk.kernels import backend
 from oktopk.sparse import SparseVector
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels then run on the CPU
+
 settings.register_profile(
     "oktopk",
     deadline=None,  # a busy machine is not a bug
