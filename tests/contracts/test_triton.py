@@ -84,7 +84,7 @@ def calls(x: Tensor, indices: Tensor) -> dict[str, Callable[[Backend], object]]:
 
 
 def test_the_host_waits_once_per_kernel() -> None:
-    """All numbers of a kernel come in one transfer. The reference waits more often, which shows that this counts."""
+    """All numbers of a kernel come in one transfer; the reference, to see that this counts, waits more often."""
     x, indices = spread(200).to(DEVICE), torch.arange(200, dtype=torch.int32, device=DEVICE)
     for name, call in calls(x, indices).items():
         with CountReads() as ours:
