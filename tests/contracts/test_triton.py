@@ -53,6 +53,16 @@ def test_blocks_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answers(TritonKernels(32), 333) == expected
 
 
+@pytest.mark.parametrize("room", [1, 3, 40])
+def test_nothing_is_written_beyond_the_room(room: int) -> None:
+    """The blocks after the one that fills it stay out, too."""
+    x = torch.ones(3 * cuda.BLOCK, device=DEVICE)
+    indices, values = torch.full((60,), -7, device=DEVICE), torch.full((60,), -7.0, device=DEVICE)
+    cuda._compact(x, x, (indices[:room], values[:room]), cuda._tally(x, 1.0, 1.0), 1.0)
+    assert indices.tolist() == [*range(room), *[-7] * (60 - room)]
+    assert values.tolist() == [1.0] * room + [-7.0] * (60 - room)
+
+
 # --- how often the host waits --------------------------------------------------------------------------------
 
 READS = {"tolist", "item", "__int__", "__float__", "__bool__", "__index__", "nonzero", "masked_select", "bincount"}

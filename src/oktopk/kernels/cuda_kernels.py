@@ -88,7 +88,7 @@ def scatter_add(out, indices, values, grown, size, BLOCK: tl.constexpr):
     after = before + tl.load(values + at, mask=inside, other=0)
     tl.store(target, after, mask=inside)
     growth = (after != 0).to(tl.int32) - (before != 0).to(tl.int32)
-    tl.store(grown + tl.program_id(0), tl.sum(tl.where(inside, growth, 0)))
+    tl.store(grown + tl.program_id(0), tl.sum(growth))
 
 
 @triton.jit(do_not_specialize=["size", "base"])
