@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
+from backends import every_kernels, fast_kernels
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_inputs import (
@@ -44,20 +45,22 @@ from oktopk.kernels.types import SAMPLE_BLOCK, sample_positions
 # --- selection -----------------------------------------------------------------------------------------------
 
 
+@fast_kernels
 @given(st.data(), st.one_of(vectors, st.tuples(seeds, sizes).map(any_bits)), capacities)
-def test_select_is_the_reference(data: st.DataObject, x: Tensor, capacity: int) -> None:
+def test_select_is_the_reference(fast: Backend, data: st.DataObject, x: Tensor, capacity: int) -> None:
     """Same indices, values, counts and flag; and the input is only read."""
     threshold = data.draw(thresholds(x))
     before = bits(x)
-    fast, slow = cpu.select(x, threshold, capacity), reference.select(x, threshold, capacity)
-    assert_same_picked(fast, slow)
-    assert bits(fast.values) == bits(slow.values)
+    found, expected = fast.select(x, threshold, capacity), reference.select(x, threshold, capacity)
+    assert_same_picked(found, expected)
+    assert bits(found.values) == bits(expected.values)
     assert bits(x) == before
 
 
+@fast_kernels
 @given(st.data(), sizes, seeds, capacities, st.booleans())
 def test_accumulate_select_is_the_reference(
-    data: st.DataObject, size: int, seed: int, capacity: int, keep_old: bool
+    fast: Backend, data: st.DataObject, size: int, seed: int, capacity: int, keep_old: bool
 ) -> None:
     """Same selection, same sums, and the same left behind in the gradient."""
     rng = np.random.default_rng(seed)
@@ -65,7 +68,7 @@ def test_accumulate_select_is_the_reference(
     residual, grad = (pool[torch.from_numpy(rng.integers(0, pool.numel(), size))] for _ in range(2))
     threshold = data.draw(thresholds(residual + grad))
     outcomes = []
-    for kernels in (cpu, reference):
+    for kernels in (fast, reference):
         r, g = residual.clone(), grad.clone()
         outcomes.append((kernels.accumulate_select(r, g, threshold, capacity, keep_old), sums(r), bits(g)))
     assert_same_picked(outcomes[0][0], outcomes[1][0])
@@ -74,7 +77,7 @@ def test_accumulate_select_is_the_reference(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("keep_old", [False, True])
-@pytest.mark.parametrize("kernels", [cpu, reference])
+@every_kernels
 def test_accumulate_adds_and_keeps_the_old(kernels: Backend, keep_old: bool, size: int) -> None:
     """residual += grad; the gradient stays, or becomes the old residual if that is to be kept."""
     residual, grad = spread(size, 1), spread(size, 2)
@@ -85,17 +88,16 @@ def test_accumulate_adds_and_keeps_the_old(kernels: Backend, keep_old: bool, siz
     assert_same_picked(picked, kernels.select(r, 1.0, size))
 
 
+@every_kernels
 @given(st.data(), vectors, capacities)
-def test_what_picked_means(data: st.DataObject, x: Tensor, capacity: int) -> None:
+def test_what_picked_means(kernels: Backend, data: st.DataObject, x: Tensor, capacity: int) -> None:
     """The first entries at the threshold or above; counts of all of them, and of those 5 % above it."""
     threshold = data.draw(thresholds(x))
     finite = bool(x.isfinite().all())
     higher = np.float32(SLOPE_STEP) * np.float32(threshold)
-    for kernels in (cpu, reference):
-        picked = kernels.select(x, threshold, capacity)
-        assert picked.finite == finite
-        if not finite:
-            continue
+    picked = kernels.select(x, threshold, capacity)
+    assert picked.finite == finite
+    if finite:
         found = np.flatnonzero(np.abs(x.numpy()) >= np.float32(threshold))
         assert picked.count == found.size
         assert picked.indices.tolist() == found[:capacity].tolist()
@@ -105,7 +107,7 @@ def test_what_picked_means(data: st.DataObject, x: Tensor, capacity: int) -> Non
 
 @pytest.mark.parametrize("size", [s for s in SIZES if s])
 @pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF])
-@pytest.mark.parametrize("kernels", [cpu, reference])
+@every_kernels
 def test_one_bad_number_is_seen_anywhere(kernels: Backend, bad: float, size: int) -> None:
     """Also by a pass that selects nothing, and when it comes out of the addition."""
     for place in {0, size // 2, size - 1}:
@@ -118,22 +120,23 @@ def test_one_bad_number_is_seen_anywhere(kernels: Backend, bad: float, size: int
         assert not kernels.accumulate_select(huge.clone(), huge, INF, 0).finite
 
 
+@fast_kernels
 @pytest.mark.parametrize("threshold", [LARGEST / 1.05, 3.3e38, LARGEST, 2 * LARGEST, 1e300, INF])
-def test_thresholds_beyond_the_largest_float(threshold: float) -> None:
+def test_thresholds_beyond_the_largest_float(fast: Backend, threshold: float) -> None:
     """A threshold, or 1.05 times it, that does not fit a float32 is infinity; nobody warns of it."""
     x = special_vector([1.0, 3.3e38, -LARGEST])
-    assert_same_picked(cpu.select(x, threshold, 3), reference.select(x, threshold, 3))
+    assert_same_picked(fast.select(x, threshold, 3), reference.select(x, threshold, 3))
     indices = torch.arange(3, dtype=torch.int32)
-    assert cpu.filter_at_least(indices, x, threshold)[0].tolist() == cpu.select(x, threshold, 3).indices.tolist()
+    assert fast.filter_at_least(indices, x, threshold)[0].tolist() == fast.select(x, threshold, 3).indices.tolist()
 
 
-@pytest.mark.parametrize("kernels", [cpu, reference])
+@every_kernels
 def test_a_large_world_has_64_bit_indices(kernels: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors of 2^31 entries do not fit this machine: pretend that this one is such a vector."""
     x = spread(1009)
     expected = kernels.select(x, 1.0, 100)
     assert expected.indices.dtype == torch.int32
-    monkeypatch.setattr(kernels, "index_dtype", lambda size: torch.int64)
+    monkeypatch.setattr(getattr(kernels, "module", kernels), "index_dtype", lambda size: torch.int64)
     monkeypatch.setattr(reference, "index_dtype", lambda size: torch.int64)
     found = kernels.select(x, 1.0, 100)
     absorbed = kernels.accumulate_select(torch.zeros(1009), x.clone(), 1.0, 100, True)
@@ -230,22 +233,22 @@ def test_sampled_threshold_is_a_fair_estimate() -> None:
     assert cpu.sampled_threshold(x, k, 3.0) < cpu.sampled_threshold(x, k)
 
 
+@every_kernels
 @given(
     vectors,
     st.sampled_from([0, 1, 200, 0x3F80 << 1, 0x7F7F << 1, 0x7F80 << 1]),
     st.sampled_from([1, 2, 128, 5000]),
 )
-def test_magnitude_histogram_counts_by_bins(x: Tensor, first: int, bins: int) -> None:
+def test_magnitude_histogram_counts_by_bins(kernels: Backend, x: Tensor, first: int, bins: int) -> None:
     """Bin j holds the magnitudes from its edge to the next; the last one all above; those below are left out."""
     edges = np.array([bin_edge(first + j) for j in range(bins)], np.float32)
     magnitude = np.abs(x.numpy())
-    for kernels in (cpu, reference):
-        found = kernels.magnitude_histogram(x, first, bins)
-        assert len(found) == bins
-        assert found == reference.magnitude_histogram(x, first, bins)
-        if np.isfinite(magnitude).all() and np.isfinite(edges).all():
-            at_least = [int((magnitude >= edge).sum()) for edge in edges]
-            assert list(accumulate(reversed(found)))[::-1] == at_least
+    found = kernels.magnitude_histogram(x, first, bins)
+    assert len(found) == bins
+    assert found == reference.magnitude_histogram(x, first, bins)
+    if np.isfinite(magnitude).all() and np.isfinite(edges).all():
+        at_least = [int((magnitude >= edge).sum()) for edge in edges]
+        assert list(accumulate(reversed(found)))[::-1] == at_least
 
 
 @given(st.one_of(st.floats(0, 2.0**127, width=32), st.sampled_from([0.0, SMALLEST, 1.0, LARGEST, INF])))
@@ -256,17 +259,19 @@ def test_a_magnitude_lies_in_its_bin(magnitude: float) -> None:
     assert bin_of(bin_edge(index)) == index
 
 
+@every_kernels
 @given(st.data(), vectors, st.sampled_from([torch.int32, torch.int64]))
-def test_filter_keeps_what_reaches_the_threshold(data: st.DataObject, x: Tensor, dtype: torch.dtype) -> None:
+def test_filter_keeps_what_reaches_the_threshold(
+    kernels: Backend, data: st.DataObject, x: Tensor, dtype: torch.dtype
+) -> None:
     """In order, and the input is only read; a NaN reaches nothing."""
     threshold = data.draw(thresholds(x))
     indices = torch.arange(x.numel(), dtype=dtype) * 3
     expected = [i for i, m in enumerate(x.abs().tolist()) if m >= np.float32(threshold)]
-    for kernels in (cpu, reference):
-        kept, values = kernels.filter_at_least(indices, x, threshold)
-        assert kept.dtype == dtype
-        assert kept.tolist() == [3 * i for i in expected]
-        assert bits(values) == bits(x[torch.tensor(expected, dtype=torch.int64)])
+    kept, values = kernels.filter_at_least(indices, x, threshold)
+    assert kept.dtype == dtype
+    assert kept.tolist() == [3 * i for i in expected]
+    assert bits(values) == bits(x[torch.tensor(expected, dtype=torch.int64)])
 
 
 @given(st.one_of(normals, st.builds(spread, sizes, seeds)), st.sampled_from([1e-30, 1e-12, 1.0, 1e15, 1e30]))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from backends import every_kernels, fast_kernels
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_inputs import (
@@ -19,20 +20,21 @@ from kernel_inputs import (
     sums,
 )
 
-from oktopk.kernels import cpu, reference
+from oktopk.kernels import Backend, cpu, reference
 
 # --- sparse arithmetic ---------------------------------------------------------------------------------------
 
 index_dtypes = st.sampled_from([torch.int32, torch.int64])
 
 
+@fast_kernels
 @given(sizes, seeds, index_dtypes)
-def test_scatter_add_is_the_reference(size: int, seed: int, dtype: torch.dtype) -> None:
+def test_scatter_add_is_the_reference(fast: Backend, size: int, seed: int, dtype: torch.dtype) -> None:
     """Same sums; the count returned is by how much the non-zeros grew."""
     indices, values = sparse_part(size, seed, dtype=dtype)
     start = special_vector(SPECIAL * 100)[torch.from_numpy(np.random.default_rng(seed).permutation(size))]
     outcomes = []
-    for kernels in (cpu, reference):
+    for kernels in (fast, reference):
         out = start.clone()
         grown = kernels.scatter_add_(out, indices, values)
         assert grown == int(out.count_nonzero() - start.count_nonzero())
@@ -40,32 +42,35 @@ def test_scatter_add_is_the_reference(size: int, seed: int, dtype: torch.dtype) 
     assert outcomes[0] == outcomes[1]
 
 
+@fast_kernels
 @given(st.integers(0, 200), st.lists(seeds, min_size=1, max_size=5), st.sampled_from([0, 7, 10**6]), index_dtypes)
 @example(64, [1, 1], 0, torch.int32)
 @example(65, [2, 3, 4], 10**6, torch.int64)
-def test_union_sum_is_the_reference(span: int, part_seeds: list[int], base: int, dtype: torch.dtype) -> None:
+def test_union_sum_is_the_reference(
+    fast: Backend, span: int, part_seeds: list[int], base: int, dtype: torch.dtype
+) -> None:
     """Same union and same sums, whether the parts lie ready or come one by one."""
     parts = [sparse_part(span, seed, base, dtype) for seed in part_seeds]
     expected = reference.union_sum(parts, base, span)
     for given_parts in (parts, (part for part in parts)):
-        indices, values = cpu.union_sum(given_parts, base, span)
+        indices, values = fast.union_sum(given_parts, base, span)
         assert indices.dtype == expected[0].dtype == dtype
         assert torch.equal(indices, expected[0])
         assert sums(values) == sums(expected[1])
 
 
+@every_kernels
 @given(st.integers(1, 200), st.lists(seeds, min_size=1, max_size=5))
-def test_union_sum_adds_in_order(span: int, part_seeds: list[int]) -> None:
+def test_union_sum_adds_in_order(kernels: Backend, span: int, part_seeds: list[int]) -> None:
     """Float addition in the order of the parts; an index is in the union even if its sum is zero."""
     dense, touched = torch.zeros(span), torch.zeros(span, dtype=torch.bool)
     parts = [sparse_part(span, seed) for seed in part_seeds]
     for indices, values in parts:
         dense[indices.long()] += values
         touched[indices.long()] = True
-    for kernels in (cpu, reference):
-        indices, values = kernels.union_sum(parts, 0, span)
-        assert indices.tolist() == touched.nonzero().flatten().tolist()
-        assert sums(values) == sums(dense[touched])
+    indices, values = kernels.union_sum(parts, 0, span)
+    assert indices.tolist() == touched.nonzero().flatten().tolist()
+    assert sums(values) == sums(dense[touched])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit])

@@ -1,4 +1,4 @@
-"""Compute kernels, chosen by device: `reference` is torch and runs anywhere, `cpu` is Numba.
+"""Compute kernels, chosen by device: `reference` is torch and runs anywhere, `cpu` is Numba, `cuda` is Triton.
 
 All of them take 1-D contiguous float32 tensors; what they compute is defined by `reference`.
 """
@@ -6,6 +6,7 @@ All of them take 1-D contiguous float32 tensors; what they compute is defined by
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Protocol
 
 from torch import Tensor
@@ -32,18 +33,31 @@ class Backend(Protocol):
     def common(self, a: Tensor, b: Tensor) -> Tensor: ...
 
 
-_by_device: dict[str, Backend] = {}
 try:
     from . import cpu
 except ImportError:  # Numba has no build for this platform: the torch kernels do the same, slower
-    pass
+    _cpu: Backend = reference
 else:
-    _by_device["cpu"] = cpu
+    _cpu = cpu
+
+
+@cache
+def backend_for(device_type: str) -> Backend:
+    """The kernels for a type of device. Triton is imported when there is a tensor for it, not before."""
+    if device_type == "cpu":
+        return _cpu
+    if device_type != "cuda":
+        return reference
+    try:
+        from . import cuda
+    except ImportError:  # torch has brought no Triton: the torch kernels do the same, with more memory and waiting
+        return reference
+    return cuda
 
 
 def backend(x: Tensor) -> Backend:
     """The kernels for the device of x."""
-    return _by_device.get(x.device.type, reference)
+    return backend_for(x.device.type)
 
 
 __all__ = [
@@ -52,6 +66,7 @@ __all__ = [
     "Backend",
     "Picked",
     "backend",
+    "backend_for",
     "bin_edge",
     "bin_of",
     "index_dtype",

@@ -1,0 +1,102 @@
+"""The Triton kernels behind `cuda`: what one block of a launch does.
+
+No two blocks of a launch touch the same place, and none waits for another: what a block needs of the others (where
+its output starts) is the result of an earlier launch. So there is nothing to race for, and the output is in order.
+
+Numbers that change from step to step are not specialised, or a count that happens to be a multiple of 16 would
+compile a kernel anew in the middle of training.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _places(BLOCK: tl.constexpr):
+    return tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def _chosen(magnitude, threshold, NAN_TOO: tl.constexpr):
+    """At least the threshold; a NaN, which is not less than anything either, only if wanted."""
+    if NAN_TOO:
+        chosen = ~(magnitude < threshold)
+    else:
+        chosen = magnitude >= threshold
+    return chosen
+
+
+@triton.jit(do_not_specialize=["size", "blocks"])
+def tally(
+    x, grad, tallies, size, blocks, threshold, higher,
+    ADD: tl.constexpr, KEEP_OLD: tl.constexpr, NAN_TOO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count what a block has: entries that are chosen, that are `higher`, that are not finite.
+
+    With ADD, grad is added to x first; with KEEP_OLD, grad then receives x as it was.
+    """
+    at = _places(BLOCK)
+    inside = at < size
+    value = tl.load(x + at, mask=inside, other=0)
+    if ADD:
+        before = value
+        value = before + tl.load(grad + at, mask=inside, other=0)
+        tl.store(x + at, value, mask=inside)
+        if KEEP_OLD:
+            tl.store(grad + at, before, mask=inside)
+    magnitude = tl.abs(value)
+    chosen = inside & _chosen(magnitude, threshold, NAN_TOO)
+    row = tallies + tl.program_id(0)
+    tl.store(row, tl.sum(chosen.to(tl.int32)))
+    tl.store(row + blocks, tl.sum((inside & (magnitude >= higher)).to(tl.int32)))
+    tl.store(row + 2 * blocks, tl.sum((inside & ~(magnitude < float("inf"))).to(tl.int32)))
+
+
+@triton.jit(do_not_specialize=["size", "capacity", "threshold", "base"])
+def compact(
+    x, indices, values, ends, out_indices, out_values, size, capacity, threshold, base,
+    LISTED: tl.constexpr, NAN_TOO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the entries whose x is chosen, in order, as many as there is room for.
+
+    An entry has its value and its place plus base or, if entries are LISTED, its index. `ends` has for each block
+    how many are chosen up to its end.
+    """
+    at = _places(BLOCK)
+    inside = at < size
+    chosen = inside & _chosen(tl.abs(tl.load(x + at, mask=inside, other=0)), threshold, NAN_TOO)
+    ones = chosen.to(tl.int32)
+    place = tl.load(ends + tl.program_id(0)) - tl.sum(ones) + tl.cumsum(ones) - 1
+    stored = chosen & (place < capacity)
+    if LISTED:
+        index = tl.load(indices + at, mask=stored, other=0)
+    else:
+        index = at + base
+    tl.store(out_indices + place, index, mask=stored)
+    tl.store(out_values + place, tl.load(values + at, mask=stored, other=0), mask=stored)
+
+
+@triton.jit(do_not_specialize=["size"])
+def scatter_add(out, indices, values, grown, size, BLOCK: tl.constexpr):
+    """out[indices] += values; `grown` gets for each block by how much the number of non-zeros grew."""
+    at = _places(BLOCK)
+    inside = at < size
+    target = out + tl.load(indices + at, mask=inside, other=0).to(tl.int64)
+    before = tl.load(target, mask=inside, other=0)
+    after = before + tl.load(values + at, mask=inside, other=0)
+    tl.store(target, after, mask=inside)
+    growth = (after != 0).to(tl.int32) - (before != 0).to(tl.int32)
+    tl.store(grown + tl.program_id(0), tl.sum(growth))
+
+
+@triton.jit(do_not_specialize=["size", "base"])
+def add_to_region(sums, touched, indices, values, size, base, BLOCK: tl.constexpr):
+    """Add a sparse part to a dense region that starts at base, and mark what it touches."""
+    at = _places(BLOCK)
+    inside = at < size
+    place = tl.load(indices + at, mask=inside, other=0).to(tl.int64) - base
+    added = tl.load(sums + place, mask=inside, other=0) + tl.load(values + at, mask=inside, other=0)
+    tl.store(sums + place, added, mask=inside)
+    tl.store(touched + place, 1, mask=inside)
