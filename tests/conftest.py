@@ -48,6 +48,7 @@ def _compiled_kernels() -> None:
         vector = SparseVector(torch.arange(3, dtype=dtype), torch.ones(3), size)
         vector.at_least(1.0)
         kernels.scatter_add_(x.clone(), vector.indices, vector.values)
+        kernels.assign_(x.clone(), vector.indices, vector.values)
         kernels.union_sum([(vector.indices, vector.values)], 0, 33)
         kernels.common(vector.indices, vector.indices)
         tag = wire.Tag(0, 0, 0, 0, size, 0, size)

@@ -30,11 +30,21 @@ class Accumulator:
         return self.work.numel()
 
     @property
+    def device(self) -> torch.device:
+        return self.work.device
+
+    @property
     def values(self) -> Tensor:
         """acc itself, after the first pass."""
         if not self._absorbed:
             self.select(math.inf, 0)
         return self.work if self.residual is None else self.residual
+
+    def pieces(self) -> list[Tensor]:
+        """acc as it lies in memory."""
+        return [self.values]
+
+    # What selections ask.
 
     def select(self, threshold: float, capacity: int) -> Picked:
         """Entries with |acc| >= threshold. The first call adds the gradient in the same pass over memory."""
@@ -46,6 +56,26 @@ class Accumulator:
     def vector(self, picked: Picked) -> SparseVector:
         return SparseVector(picked.indices, picked.values, self.size)
 
+    def at(self, indices: Tensor) -> Tensor:
+        """The entries at increasing indices."""
+        return self.values[indices.long()]
+
+    def kth_magnitude(self, k: int) -> float:
+        return self.kernels.kth_magnitude(self.values, k)
+
+    def first_equal(self, magnitude: float, limit: int) -> Tensor:
+        return self.kernels.first_equal(self.values, magnitude, limit)
+
+    def moments(self) -> tuple[float, float]:
+        """Mean and standard deviation of |acc|."""
+        return self.kernels.magnitude_moments(self.values)
+
+    # The end of a step.
+
+    def cut(self, vector: SparseVector) -> list[SparseVector]:
+        """A vector of this size, by the pieces of memory it belongs to."""
+        return [vector]
+
     def release(self, leaving: Iterable[SparseVector]) -> None:
         """Take from the residual what has left this rank."""
         if self.residual is not None:
@@ -54,8 +84,9 @@ class Accumulator:
 
     def finish(self, parts: Iterable[SparseVector], world: int) -> int:
         """Put the sum of the parts over the number of ranks into `work`; returns the number of non-zeros."""
-        self.work.zero_()
-        return sum(self.kernels.scatter_add_(self.work, p.indices, p.values / world) for p in parts)
+        first, *rest = list(parts) or [SparseVector.empty(self.size, self.device)]
+        found = self.kernels.assign_(self.work, first.indices, first.values / world)
+        return found + sum(self.kernels.scatter_add_(self.work, p.indices, p.values / world) for p in rest)
 
     def finish_dense(self, mean: Tensor) -> None:
         """Everything went out: the result is `mean` and nothing is left behind."""

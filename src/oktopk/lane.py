@@ -1,11 +1,11 @@
-"""One bucket in one step: reduced dense or sparse, then handed out, or put back if the step is lost."""
+"""Buckets in one step: reduced dense or sparse, then handed out, or put back if the step is lost."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,14 @@ from .channel import Channel
 from .choice import Choice
 from .comm import Metered
 from .feedback import Feedback
+from .joined import Joined
 from .kernels import backend
 from .layout import Bucket
 from .metrics import DENSE, SPARSE, ReductionEvent, Volume
 from .reducer import reduce_step
 from .selection import target_count
 from .settings import Settings
-from .sparse import SparseVector
+from .sparse import SparseVector, all_finite
 from .wire import VALUE_CODES
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ _SMALL = 1 << 20
 _NORM_EVERY = 16
 """The norm of a residual is another pass over memory: large ones are measured on some steps only."""
 
-Inspect = Callable[[Tensor], None]
+Inspect = Callable[[Accumulator], None]
 
 
 @dataclass
@@ -51,8 +52,13 @@ class Lane:
     warned: bool = False
 
     @property
+    def free(self) -> int:
+        """Entries that may go sparse."""
+        return self.bucket.size - self.always_dense.numel()
+
+    @property
     def never_sparse(self) -> bool:
-        return self.always_dense.numel() == self.bucket.size
+        return self.free == 0
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,27 @@ class Settled:
     work: Tensor
     """The result; float32, or the same memory."""
     scale: float | None
-    event: ReductionEvent
     leaving: Sequence[SparseVector] = ()
     dense_entries: Tensor | slice | None = None
     """Entries that went dense; their mean is in `work`."""
     masked: tuple[Tensor, Tensor] | None = None
     """Entries of the velocity that were cleared, and what they were."""
+
+
+@dataclass
+class _Member:
+    """A bucket while it is reduced sparse."""
+
+    lane: Lane
+    grad: Tensor
+    work: Tensor
+    residual: Tensor
+    scale: float | None
+    velocity: Tensor | None = None
+    kept: Tensor = field(default_factory=lambda: torch.empty(0))
+    """What the residual had where parameters always go dense."""
+    mean: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The mean of those over ranks."""
 
 
 class LaneReducer:
@@ -83,7 +104,9 @@ class LaneReducer:
         self.velocities = Feedback()
         self._blocked = 0.0
 
-    def dense(self, lane: Lane, grad: Tensor, scale: float | None, step: int, inspect: Inspect) -> Settled:
+    def dense(
+        self, lane: Lane, grad: Tensor, scale: float | None, step: int, inspect: Inspect
+    ) -> tuple[Settled, ReductionEvent]:
         account = Account(self.meter, step, lane.index, lane.bucket.size)
         residual = self.residuals.peek(lane.bucket, grad.device)  # of sparse steps, or of lost ones
         plain = residual is None and scale is None and not self.settings.momentum
@@ -102,57 +125,85 @@ class LaneReducer:
             local_count=lane.bucket.size,
             residual_norm=0.0 if residual is None else self._measure(lane, residual, step),
         )  # fmt: skip
-        return Settled(lane, grad, work, scale, event, dense_entries=None if reduction.skipped else slice(None))
+        entries = None if reduction.skipped else slice(None)
+        return Settled(lane, grad, work, scale, dense_entries=entries), event
 
     def sparse(
-        self, lane: Lane, grad: Tensor, scale: float | None, density: float, step: int, inspect: Inspect
-    ) -> Settled:
-        bucket, excluded = lane.bucket, lane.always_dense
-        account = Account(self.meter, step, lane.index, bucket.size)
-        work = _unscaled(grad, scale)
-        residual = self.residuals.flat(bucket, work.device)
+        self, lanes: Sequence[Lane], grads: Sequence[Tensor], scale: float | None, density: float, step: int,
+        inspect: Inspect,
+    ) -> tuple[list[Settled], ReductionEvent]:  # fmt: skip
+        """Several buckets share their messages: the algorithm sees them as one, with one k and one threshold."""
+        size, entries = sum(lane.bucket.size for lane in lanes), sum(lane.free for lane in lanes)
+        account = Account(self.meter, step, lanes[0].index, size)
+        members = [self._member(lane, grad, scale) for lane, grad in zip(lanes, grads, strict=True)]
+        device = members[0].work.device
         channel = Channel(
-            self.meter, bucket.size, step=step, bucket=lane.index, values=VALUE_CODES[self.settings.values],
-            device=work.device, stopwatch=account.watch, blocked_before=self._blocked,
+            self.meter, size, step=step, bucket=lanes[0].index, values=VALUE_CODES[self.settings.values],
+            device=device, stopwatch=account.watch, blocked_before=self._blocked,
         )  # fmt: skip
-        k = target_count(bucket.size - excluded.numel(), density)
-        with self._set_aside(bucket, work, residual) as idle:
-            velocity = self._next_velocity(bucket, work, idle)
-            kept, dense_mean = self._reduce_excluded(excluded, work, residual)
+        k = target_count(entries, density)
+        with ExitStack() as stack:
+            for member in members:
+                idle = stack.enter_context(self._set_aside(member.lane.bucket, member.work, member.residual))
+                member.velocity = self._next_velocity(member.lane.bucket, member.work, idle)
+                self._reduce_excluded(member)
+            parts = [Accumulator(member.work, member.residual) for member in members]
+            acc = parts[0] if len(parts) == 1 else Joined(parts)
             reduction, found = reduce_step(
-                self.settings.algorithm, channel, Accumulator(work, residual), k, lane.tracking, inspect
+                self.settings.algorithm, channel, acc, k, self._tracking(lanes[0], size), inspect
             )
             if reduction.skipped:
-                residual[excluded] = kept
-        lane.tracking = reduction.state
-        masked = None
-        if not reduction.skipped:
-            work[excluded] = dense_mean
-            masked = self._keep_velocity(bucket, velocity, reduction.leaving)
-            self._check_band(lane, reduction.local_count, k, step)
+                for member in members:
+                    member.residual[member.lane.always_dense] = member.kept
+        lanes[0].tracking = reduction.state
         self._blocked = account.exchange
+        leaving = [list(cuts) for cuts in zip(*map(acc.cut, reduction.leaving), strict=True)] or [
+            [] for _ in lanes
+        ]
+        settled = [
+            self._settle(member, own, reduction.skipped) for member, own in zip(members, leaving, strict=True)
+        ]
+        if not reduction.skipped:
+            self._check_band(lanes[0], reduction.local_count, k, size, step)
         event = account.close(
             SPARSE, self.settings.algorithm.name,
-            Volume.of(bucket.size - excluded.numel(), found) + Volume.of(excluded.numel(), None),
+            Volume.of(entries, found) + Volume.of(size - entries, None),
             lateness(channel, account.exchange),
-            target_count=k + excluded.numel(),
-            local_count=reduction.local_count + excluded.numel(),
+            target_count=k + size - entries,
+            local_count=reduction.local_count + size - entries,
             threshold=reduction.threshold,
             global_threshold=reduction.global_threshold,
             exact=reduction.exact,
-            residual_norm=self._measure(lane, residual, step),
+            residual_norm=math.hypot(*(self._measure(m.lane, m.residual, step) for m in members)),
         )  # fmt: skip
-        settled_dense = None if reduction.skipped else excluded
-        return Settled(lane, grad, work, scale, event, reduction.leaving, settled_dense, masked)
+        return settled, event
 
-    def untouched(self, lane: Lane, grad: Tensor, scale: float | None, phase: str, step: int) -> Settled:
+    def _member(self, lane: Lane, grad: Tensor, scale: float | None) -> _Member:
+        work = _unscaled(grad, scale)
+        return _Member(lane, grad, work, self.residuals.flat(lane.bucket, work.device), scale)
+
+    def _tracking(self, lane: Lane, size: int) -> Any:
+        """What the algorithm remembers, unless that was of other buckets: they may be joined differently now."""
+        known = lane.tracking
+        return None if known is None or self.settings.algorithm.state_problem(known, size) else known
+
+    def _settle(self, member: _Member, leaving: list[SparseVector], skipped: bool) -> Settled:
+        lane, entries, masked = member.lane, None, None
+        if not skipped:
+            entries = lane.always_dense
+            member.work[entries] = member.mean
+            masked = self._keep_velocity(lane.bucket, member.velocity, leaving)
+        return Settled(lane, member.grad, member.work, member.scale, leaving, entries, masked)
+
+    def untouched(
+        self, lane: Lane, grad: Tensor, scale: float | None, phase: str, step: int
+    ) -> tuple[Settled, ReductionEvent]:
         """A bucket that comes after the one that was not finite: nothing is sent and nothing changes."""
         name = "dense" if phase == DENSE else self.settings.algorithm.name
         account = Account(self.meter, step, lane.index, lane.bucket.size)
         volume = Volume.of(lane.bucket.size, None if phase == DENSE else 0)
-        return Settled(
-            lane, grad, grad, scale, account.close(phase, name, volume, residual_norm=lane.residual_norm)
-        )
+        event = account.close(phase, name, volume, residual_norm=lane.residual_norm)
+        return Settled(lane, grad, grad, scale), event
 
     @contextmanager
     def _set_aside(self, bucket: Bucket, grad: Tensor, residual: Tensor | None) -> Iterator[list[slice]]:
@@ -174,20 +225,19 @@ class LaneReducer:
             for place, mine in zip(idle, kept, strict=True):
                 residual[place].add_(mine)  # a merge elsewhere may have given something back here
 
-    def _reduce_excluded(self, entries: Tensor, work: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _reduce_excluded(self, member: _Member) -> None:
         """Reduce the always dense entries, and clear them so that no selection finds them.
 
-        Returns what the residual had there, and the mean. A mean that is not finite is so on all ranks: it stays
-        in `work`, where each of them will find it.
+        A mean that is not finite is so on all ranks: it stays in `work`, where each of them will find it.
         """
-        kept = residual[entries]
-        mean = (work[entries] + kept).mul_(1.0 / self.meter.world)
+        entries, work, residual = member.lane.always_dense, member.work, member.residual
+        kept = member.kept = residual[entries]
+        mean = member.mean = (work[entries] + kept).mul_(1.0 / self.meter.world)
         if entries.numel():
             if self.meter.world > 1:
                 self.meter.all_reduce_(mean, "always dense")
             residual[entries] = 0.0
             work[entries] = torch.where(mean.isfinite(), 0.0, mean)
-        return kept, mean
 
     # Momentum correction: what is accumulated is not the gradient but a velocity of this rank's own.
 
@@ -248,6 +298,13 @@ class LaneReducer:
         # A GradScaler must see that something was wrong; everybody else gets nothing to apply.
         settled.grad.fill_(0.0 if settled.scale is None else math.nan)
 
+    def keep(self, lane: Lane, grad: Tensor, scale: float | None) -> None:
+        """The gradient of a bucket that was not reduced stays in the residual, if it is finite."""
+        work = _unscaled(grad, scale)
+        if all_finite(work):
+            self.residuals.flat(lane.bucket, work.device).add_(work)
+        grad.fill_(0.0 if scale is None else math.nan)
+
     # What to tell.
 
     def _measure(self, lane: Lane, residual: Tensor, step: int) -> float:
@@ -255,14 +312,14 @@ class LaneReducer:
             lane.residual_norm = float(torch.linalg.vector_norm(residual))
         return lane.residual_norm
 
-    def _check_band(self, lane: Lane, count: int, k: int, step: int) -> None:
+    def _check_band(self, lane: Lane, count: int, k: int, size: int, step: int) -> None:
         low, high = self.settings.algorithm.band
         if low * k <= count <= high * k or lane.warned:
             return
         lane.warned = True
         _log.warning(
             "step %d: rank %d sent %.3g %% of bucket %d where %.3g %% was asked for%s",
-            step, self.meter.rank, 100 * count / lane.bucket.size, lane.index, 100 * k / lane.bucket.size,
+            step, self.meter.rank, 100 * count / size, lane.index, 100 * k / size,
             " (fewer entries are not zero)" if count < k else "",
         )  # fmt: skip
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from .accumulator import Accumulator
 from .algorithms import Algorithm, Reduction
 from .channel import Channel
@@ -19,9 +17,9 @@ def reduce_step(
     acc: Accumulator,
     k: int,
     state: Any,
-    inspect: Callable[[Tensor], None] | None = None,
+    inspect: Callable[[Accumulator], None] | None = None,
 ) -> tuple[Reduction, int]:
-    """Run the algorithm and settle the outcome: acc.work becomes the mean, the residual keeps the rest.
+    """Run the algorithm and settle the outcome: acc becomes the mean, the residual keeps the rest.
 
     Returns the reduction and the number of entries in the mean: its non-zeros, or all of them if it is dense.
     When the reduction is skipped, the mean is zero and the residual is what it was before, to the bit; `inspect`
@@ -36,7 +34,7 @@ def reduce_step(
         raise
     if reduction.skipped:
         if inspect is not None:
-            inspect(acc.values)
+            inspect(acc)
         acc.roll_back()
         return replace(reduction, state=state), 0
     if reduction.mean is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from statistics import NormalDist
 
+import numpy as np
 import torch
 
 from .accumulator import Accumulator
@@ -50,13 +50,13 @@ def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
     `picked` is what an earlier pass found: if it has all of the top k, no further pass is needed.
     """
     if not picked.finite:
-        return Chosen(SparseVector.empty(acc.size, acc.work.device), 0.0, finite=False)
+        return Chosen(SparseVector.empty(acc.size, acc.device), 0.0, finite=False)
     if k == acc.size:
         return Chosen(acc.vector(acc.select(0.0, k)), 0.0, exact=True)
     if picked.complete and picked.count >= k:
         top, _ = acc.vector(picked).largest(k)
         return Chosen(top, float(top.values.abs().min()), exact=True)
-    threshold = max(SMALLEST, acc.kernels.kth_magnitude(acc.values, k))
+    threshold = max(SMALLEST, acc.kth_magnitude(k))
     picked = acc.select(threshold, k)
     vector = acc.vector(picked) if picked.complete else _cut_ties(acc, k, threshold)
     return Chosen(vector, threshold, exact=True)
@@ -65,9 +65,9 @@ def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
 def _cut_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
     next_up = torch.nextafter(torch.tensor(threshold), torch.tensor(math.inf)).item()
     larger = acc.select(next_up, k)
-    ties = acc.kernels.first_equal(acc.values, threshold, k - larger.count)
+    ties = acc.first_equal(threshold, k - larger.count)
     indices = torch.cat([larger.indices, ties]).sort().values
-    return SparseVector(indices, acc.values[indices.long()], acc.size)
+    return SparseVector(indices, acc.at(indices), acc.size)
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def nearest_edge(counts: Sequence[int], k: int) -> tuple[int, int]:
     >>> nearest_edge([5, 4, 3, 2], 6)  # from bin 2 on there are 5, from bin 1 on 9
     (2, 5)
     """
-    at_least = list(accumulate(reversed(counts)))[::-1]
-    best = min(range(len(counts)), key=lambda j: abs(at_least[j] - k))
-    return best, at_least[best]
+    at_least = np.cumsum(np.asarray(counts)[::-1])[::-1]
+    best = int(np.argmin(np.abs(at_least - k)))
+    return best, int(at_least[best])
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def select_gaussian(acc: Accumulator, k: int, rounds: int = 8) -> Chosen:
     first = acc.select(math.inf, 0)
     if not first.finite or k == acc.size:
         return exact_top_k(acc, k, first)
-    mean, deviation = acc.kernels.magnitude_moments(acc.values)
+    mean, deviation = acc.moments()
     threshold = max(SMALLEST, mean + deviation * NormalDist().inv_cdf(1.0 - k / acc.size))
     below, above = 0.0, math.inf  # thresholds known to be too low and too high
     for _ in range(rounds):

@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .accumulator import Accumulator
 from .algorithms import Dense
 from .choice import Calendar, decide
 from .comm import Communicator, Metered, agree, gather_json
 from .errors import NonFiniteError
 from .lane import Inspect, Lane, LaneReducer, Settled
 from .layout import Bucket
-from .metrics import DENSE, SPARSE, MetricsSink, StepEvent, combine
+from .metrics import DENSE, SPARSE, MetricsSink, ReductionEvent, StepEvent, combine
 from .settings import Settings
 from .sparse import all_finite
 
@@ -25,6 +27,18 @@ _log = logging.getLogger(__name__)
 _NAMED = 5
 """How many parameters a rank names when it reports numbers that are not finite."""
 _TIMED_DENSE_STEPS = 4
+
+
+_ENOUGH = 100_000
+"""Selected entries from which on buckets do not wait for more: a few hundred kilobytes on the wire, so that the
+rounds of an exchange cost less than its bytes."""
+
+
+class _Waiting(NamedTuple):
+    lane: Lane
+    grad: Tensor
+    scale: float | None
+    density: float
 
 
 class StepReducer:
@@ -46,7 +60,12 @@ class StepReducer:
         self.reducer = LaneReducer(settings, self.meter, unused_stay)
         self.lanes: dict[Bucket, Lane] = {}
         self.last: StepEvent | None = None
+        self._handed = 0
+        """Buckets of this step so far."""
+        self._waiting: list[_Waiting] = []
+        """Sparse ones that are not reduced yet: they will share messages."""
         self._settled: list[Settled] = []
+        self._events: list[ReductionEvent] = []
         self._said_dense = False
         self._culprits: list[str] | None = None
         """Set when a bucket of this step was not finite: where, as far as this rank knows."""
@@ -55,23 +74,47 @@ class StepReducer:
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
         """The mean over ranks of `grad` (1-D), in its place after finish(). A GradScaler may have scaled it."""
         lane = self._lane(bucket, grad)
+        self._handed += 1
         density = self._density(lane)
         if self._culprits is not None:
-            settled = self.reducer.untouched(lane, grad, scale, DENSE if density is None else SPARSE, self.step)
+            phase = DENSE if density is None else SPARSE
+            self._note([lane], *self.reducer.untouched(lane, grad, scale, phase, self.step))
         elif density is None:
             alone = self.reducer.residuals.peek(bucket) is None  # then the sum overwrites this rank's own
-            inspect = self._name_culprits(lane, "the sum over ranks" if alone else f"rank {self.meter.rank}")
-            settled = self.reducer.dense(lane, grad, scale, self.step, inspect)
+            inspect = self._name_culprits([lane], "the sum over ranks" if alone else f"rank {self.meter.rank}")
+            self._note([lane], *self.reducer.dense(lane, grad, scale, self.step, inspect))
         else:
-            inspect = self._name_culprits(lane, f"rank {self.meter.rank}")
-            settled = self.reducer.sparse(lane, grad, scale, density, self.step, inspect)
-        self._settled.append(settled)
+            if self._waiting and self._waiting[0].grad.device != grad.device:
+                self._reduce_waiting()
+            self._waiting.append(_Waiting(lane, grad, scale, density))
+            if sum(one.lane.free * one.density for one in self._waiting) >= _ENOUGH:
+                self._reduce_waiting()
+
+    def _reduce_waiting(self) -> None:
+        """Reduce the sparse buckets that have come in since the last time, with messages that they share."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        lanes, last = [one.lane for one in waiting], waiting[-1]
+        inspect = self._name_culprits(lanes, f"rank {self.meter.rank}")
+        settled, event = self.reducer.sparse(
+            lanes, [one.grad for one in waiting], last.scale, last.density, self.step, inspect
+        )
+        self._note(lanes, settled, event)
+
+    def _note(self, lanes: Sequence[Lane], settled: Settled | Sequence[Settled], event: ReductionEvent) -> None:
+        self._settled += [settled] if isinstance(settled, Settled) else settled
+        self._events.append(event)
         if self._culprits is None:  # a lost reduction ends early: its time tells nothing
-            lane.choice.note(density is None, settled.event.stop - settled.event.start)
+            size = sum(lane.bucket.size for lane in lanes)
+            for lane in lanes:
+                share = lane.bucket.size / size if size else 1.0
+                lane.choice.note(event.phase == DENSE, share * (event.stop - event.start))
 
     @torch.no_grad()
     def finish(self, start: float, handed_over: float) -> StepEvent:
         """Settle the step: hand out the results of all buckets or of none, and tell the sinks."""
+        self._reduce_waiting()
         skipped = self._culprits is not None
         culprits = self._share_culprits() if skipped else ()
         for settled in self._settled:
@@ -79,9 +122,9 @@ class StepReducer:
                 self.reducer.put_back(settled)
             else:
                 self.reducer.hand_out(settled)
-        reductions = [replace(settled.event, skipped=skipped) for settled in self._settled]
+        reductions = [replace(event, skipped=skipped) for event in self._events]
         self._compare_ways([settled.lane for settled in self._settled])
-        self._settled, self._culprits = [], None
+        self._forget()
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         event = self.last = combine(
@@ -99,16 +142,26 @@ class StepReducer:
         """Take the step back after an error: what buckets have sent returns to their residuals."""
         while self._settled:
             self.reducer.put_back(self._settled.pop())
-        self._culprits = None
+        for one in self._waiting:
+            self.reducer.keep(one.lane, one.grad, one.scale)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._settled, self._events, self._waiting, self._handed, self._culprits = [], [], [], 0, None
 
     # Numbers that are not finite.
 
-    def _name_culprits(self, lane: Lane, where: str) -> Inspect:
-        def look(acc: Tensor) -> None:
-            names = [name for name, place in lane.bucket.places.items() if not all_finite(acc[place])]
-            self._culprits = [f"{self._seen_in(lane, name, where)}: {name}" for name in names[:_NAMED]]
-            if len(names) > _NAMED:
-                self._culprits.append(f"{where}: {len(names) - _NAMED} more")
+    def _name_culprits(self, lanes: Sequence[Lane], where: str) -> Inspect:
+        def look(acc: Accumulator) -> None:
+            found = [
+                f"{self._seen_in(lane, name, where)}: {name}"
+                for lane, values in zip(lanes, acc.pieces(), strict=True)
+                for name, place in lane.bucket.places.items()
+                if not all_finite(values[place])
+            ]
+            self._culprits = found[:_NAMED]
+            if len(found) > _NAMED:
+                self._culprits.append(f"{where}: {len(found) - _NAMED} more")
 
         return look
 
@@ -138,7 +191,7 @@ class StepReducer:
 
     def _lane(self, bucket: Bucket, grad: Tensor) -> Lane:
         """The lane of a bucket. A new one is made by all ranks together, who make sure they mean the same."""
-        index = len(self._settled)
+        index = self._handed
         lane = self.lanes.get(bucket)
         if lane is not None and lane.index == index and lane.always_dense.device == grad.device:
             return lane

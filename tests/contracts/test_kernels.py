@@ -333,7 +333,8 @@ def all_kernels(kernels: Backend, seed: int) -> list[object]:
     return [
         bits(picked.values), picked.indices.tolist(), picked.count, bits(x), bits(grad),
         kernels.kth_magnitude(x, 40), kernels.first_equal(x, float(x[7].abs()), 2).tolist(),
-        kernels.scatter_add_(out, *parts[0]), sums(out), union[0].tolist(), sums(union[1]),
+        kernels.scatter_add_(out, *parts[0]), sums(out), kernels.assign_(out, *parts[1]), bits(out),
+        union[0].tolist(), sums(union[1]),
         kernels.common(parts[1][0], parts[2][0]).tolist(), kernels.magnitude_histogram(x, 30_000, 99),
         kernels.filter_at_least(*parts[1], 0.5)[0].tolist(),
     ]  # fmt: skip

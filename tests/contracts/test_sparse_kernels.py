@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernel_inputs import (
     SPECIAL,
     Part,
+    bits,
     seeds,
     sizes,
     sparse_part,
@@ -40,6 +41,24 @@ def test_scatter_add_is_the_reference(fast: Backend, size: int, seed: int, dtype
         assert grown == int(out.count_nonzero() - start.count_nonzero())
         outcomes.append(sums(out))
     assert outcomes[0] == outcomes[1]
+
+
+@given(sizes, seeds, index_dtypes, st.integers(0, 40))
+def test_assign_makes_it_the_sparse_vector_wherever_it_lies(
+    size: int, seed: int, dtype: torch.dtype, at: int
+) -> None:
+    """Zero elsewhere, the non-zeros counted, and nothing beside it touched, from any address on."""
+    indices, values = sparse_part(size, seed, dtype=dtype)
+    for kernels in (cpu, reference):
+        memory = torch.full((at + size + 40,), 7.0)
+        out = memory[at : at + size]
+        found = kernels.assign_(out, indices, values)
+        assert found == int(out.count_nonzero())
+        expected = torch.zeros(size)
+        expected[indices.long()] = values
+        assert bits(out) == bits(expected)
+        assert (memory[:at] == 7).all()
+        assert (memory[at + size :] == 7).all()
 
 
 @fast_kernels

@@ -39,7 +39,7 @@ class GTopk(Algorithm):
             merged = sum_in_region([held, channel.recv(peer, k)], 0, acc.size, acc.size)
             channel.note(all_finite(merged.values))
             held, dropped = merged.largest(k)
-            back = acc.values[dropped.indices.long()] + dropped.values  # what the residual here would hold
+            back = acc.at(dropped.indices) + dropped.values  # what the residual here would hold
             channel.note(all_finite(back))
             leaving.append(dropped.with_values(-dropped.values))
         if parent is not None:

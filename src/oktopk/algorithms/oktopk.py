@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from .. import wire
@@ -144,14 +145,14 @@ class OkTopk(Algorithm):
         first = 0 if last is None else max(1, bin_of(last.value) - BINS)
         histogram = backend(sums.values).magnitude_histogram(sums.values, first, 2 * BINS)
         counts = [int(channel.nonfinite), *histogram]  # none is larger than an index
-        reports = channel.comm.all_gather_ints(counts, "counts", index_dtype(channel.size))
-        if any(bad for bad, *_ in reports):
+        reports = np.array(channel.comm.all_gather_ints(counts, "counts", index_dtype(channel.size)))
+        if reports[:, 0].any():
             return None
-        best, count = nearest_edge([sum(column) for column in zip(*reports, strict=True)][1:], k)
+        best, count = nearest_edge(reports[:, 1:].sum(0).tolist(), k)
         due = last is None or last.age + 1 >= self.tau_prime or k == channel.size
         if last is not None and not due and 0 < best < 2 * BINS - 1 and in_band(count, k):
             threshold = GlobalThreshold(bin_edge(first + best), last.age + 1)
-            sizes = [sum(report[1 + best :]) for report in reports]
+            sizes = reports[:, 1 + best :].sum(1).tolist()
             return Overall(sums.at_least(threshold.value), sizes, threshold)
         value, own, sizes = exact_overall(channel.comm, sums, k)
         return Overall(own, sizes, GlobalThreshold(value))

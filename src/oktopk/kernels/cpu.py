@@ -31,7 +31,7 @@ from .types import (
     sample_positions,
     sample_rank,
 )
-from .vector import WIDTH, as_bits, block_select, trailing_zeros
+from .vector import WIDTH, as_bits, block_select, stream_zeros, trailing_zeros
 
 _MIN_SLICE = 1 << 19
 _INFINITY = np.float32(np.inf)
@@ -246,6 +246,29 @@ def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     return int(_scatter_add(out.numpy(), indices.numpy(), values.numpy()))
 
 
+@compiled
+def _assign(out, first, indices, values):
+    """Zeros go past the caches, in whole blocks from `first` on: they are not read before the optimizer comes."""
+    whole = first + (out.size - first) // WIDTH * WIDTH
+    for i in range(first):
+        out[i] = 0
+    for start in range(first, whole, WIDTH):
+        stream_zeros(out, start)
+    for i in range(whole, out.size):
+        out[i] = 0
+    found = 0
+    for j in range(indices.size):
+        out[indices[j]] = values[j]
+        found += values[j] != 0
+    return found
+
+
+def assign_(out: Tensor, indices: Tensor, values: Tensor) -> int:
+    misaligned = out.data_ptr() % (4 * WIDTH)
+    first = min(out.numel(), (4 * WIDTH - misaligned) // 4 if misaligned else 0)
+    return int(_assign(out.numpy(), first, indices.numpy(), values.numpy()))
+
+
 class _Region(threading.local):
     """Scratch of one thread: a dense region of sums, and a bit for each entry that was touched.
 
@@ -314,17 +337,18 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
 
 @compiled
 def _common(a, b, out):
-    count, j = 0, 0
-    for i in range(a.size):
-        while j < b.size and b[j] < a[i]:
-            j += 1
-        if j < b.size and b[j] == a[i]:
-            out[count] = i
-            count += 1
+    i, j, count = 0, 0, 0
+    while i < a.size and j < b.size:
+        mine, other = a[i], b[j]
+        # Written always, kept only if equal: no branch to mispredict.
+        out[count] = i
+        count += mine == other
+        i += mine <= other
+        j += other <= mine
     return count
 
 
 def common(a: Tensor, b: Tensor) -> Tensor:
-    out = np.empty(min(a.numel(), b.numel()), np.int64)
+    out = np.empty(min(a.numel(), b.numel()) + 1, np.int64)
     count = _common(a.numpy(), b.numpy(), out)
     return torch.from_numpy(out[:count])

@@ -28,6 +28,7 @@ kth_magnitude = reference.kth_magnitude
 sampled_threshold = reference.sampled_threshold
 magnitude_moments = reference.magnitude_moments
 common = reference.common
+assign_ = reference.assign_
 
 
 def _blocks(x: Tensor) -> int:

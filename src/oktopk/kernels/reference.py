@@ -11,7 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
+from .types import (
+    BIN_BITS,
+    SAMPLE,
+    SAMPLE_BLOCK,
+    SLOPE_STEP,
+    Picked,
+    index_dtype,
+    sample_positions,
+    sample_rank,
+)
 
 _BLOCK = 1 << 18
 
@@ -117,6 +126,13 @@ def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     after = before + values
     out[index] = after
     return int((after != 0).sum() - (before != 0).sum())
+
+
+def assign_(out: Tensor, indices: Tensor, values: Tensor) -> int:
+    """out becomes the sparse vector, zero elsewhere. Returns the number of non-zeros."""
+    out.zero_()
+    out[indices.long()] = values
+    return int(torch.count_nonzero(values))
 
 
 def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,19 @@ def block_select(typing_context: Any, x: Any, grad: Any, old: Any, start: Any, t
 
 
 @intrinsic
+def stream_zeros(typing_context: Any, x: Any, start: Any) -> Any:
+    """x[start:start+32] = 0 past the caches; the address must be a multiple of 128 bytes. Returns start."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = _block_pointer(context, builder, signature.args[0], args[0], args[1])
+        store = builder.store(ir.Constant(_FLOATS, [0.0] * WIDTH), at, align=4 * WIDTH)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return args[1]
+
+    return types.int64(x, types.int64), codegen
+
+
+@intrinsic
 def trailing_zeros(typing_context: Any, bits: Any) -> Any:
     """Position of the lowest set bit of a non-zero integer."""
 

@@ -40,6 +40,7 @@ def _answers(used: Backend, x: Tensor) -> dict[str, list[Any]]:
         ],
         "magnitude_histogram": [used.magnitude_histogram(x, 0, 512)],
         "scatter_add_": [grown, region],
+        "assign_": [used.assign_(filled := x.clone(), picked.indices, picked.values), filled],
         "union_sum": list(used.union_sum([(picked.indices, picked.values), (half, region[half.long()])], 0, SIZE)),
         "common": [used.common(picked.indices, half)],
     }

@@ -1,0 +1,101 @@
+"""Several buckets as one vector: small messages cost as much as large ones, so buckets share theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .accumulator import Accumulator
+from .kernels import Picked, bin_edge, bin_of, index_dtype
+from .sparse import SparseVector
+
+_BINS = bin_of(math.inf) + 1
+
+
+class Joined(Accumulator):
+    """Accumulators end to end. Algorithms see one vector; its memory stays where it is."""
+
+    def __init__(self, members: Sequence[Accumulator]) -> None:
+        self.members = members
+        self.kernels = members[0].kernels
+        self.edges = [0, *accumulate(member.size for member in members)]
+
+    @property
+    def size(self) -> int:
+        return self.edges[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.members[0].device
+
+    def pieces(self) -> list[Tensor]:
+        return [member.values for member in self.members]
+
+    def select(self, threshold: float, capacity: int) -> Picked:
+        found = [member.select(threshold, capacity) for member in self.members]
+        dtype = index_dtype(self.size)
+        indices = [one.indices.to(dtype) + edge for one, edge in zip(found, self.edges, strict=False)]
+        if not all(one.complete for one in found):  # only the first ones count, and they must be without a gap
+            last = next(j for j, one in enumerate(found) if not one.complete)
+            indices, kept = indices[: last + 1], found[: last + 1]
+        else:
+            kept = found
+        return Picked(
+            torch.cat(indices)[:capacity],
+            torch.cat([one.values for one in kept])[:capacity],
+            sum(one.count for one in found),
+            sum(one.above for one in found),
+            all(one.finite for one in found),
+        )
+
+    def at(self, indices: Tensor) -> Tensor:
+        asked = SparseVector(indices, torch.empty(indices.numel(), device=indices.device), self.size)
+        parts = zip(self.members, self.cut(asked), strict=True)
+        return torch.cat([member.at(part.indices) for member, part in parts])
+
+    def kth_magnitude(self, k: int) -> float:
+        """From a histogram of all magnitudes: what lies in or above the bin of the k-th is looked at once more."""
+        histograms = np.array([self.kernels.magnitude_histogram(piece, 0, _BINS) for piece in self.pieces()])
+        at_least = np.cumsum(histograms.sum(0)[::-1])[::-1]
+        best = int(np.flatnonzero(at_least >= k)[-1])
+        picked = self.select(bin_edge(best), int(at_least[best]))
+        return self.kernels.kth_magnitude(picked.values, k)
+
+    def first_equal(self, magnitude: float, limit: int) -> Tensor:
+        found = []
+        for member, edge in zip(self.members, self.edges, strict=False):
+            found.append(member.first_equal(magnitude, limit).to(index_dtype(self.size)) + edge)
+            limit -= found[-1].numel()
+        return torch.cat(found)
+
+    def moments(self) -> tuple[float, float]:
+        """Of the whole, from those of its members: means of |acc| and of its square add up."""
+        found = [(member.size / self.size, *member.moments()) for member in self.members]
+        mean = sum(share * one for share, one, _ in found)
+        square = sum(share * (deviation**2 + one**2) for share, one, deviation in found)
+        return mean, max(0.0, square - mean * mean) ** 0.5
+
+    def cut(self, vector: SparseVector) -> list[SparseVector]:
+        parts = vector.split(self.edges)
+        return [
+            SparseVector((part.indices - edge).to(index_dtype(member.size)), part.values, member.size)
+            for part, edge, member in zip(parts, self.edges, self.members, strict=False)
+        ]
+
+    def release(self, leaving: Iterable[SparseVector]) -> None:
+        for vector in leaving:
+            for member, part in zip(self.members, self.cut(vector), strict=True):
+                member.release([part])
+
+    def finish(self, parts: Iterable[SparseVector], world: int) -> int:
+        by_part = [self.cut(vector) for vector in parts]
+        return sum(member.finish([cut[j] for cut in by_part], world) for j, member in enumerate(self.members))
+
+    def roll_back(self) -> None:
+        for member in self.members:
+            member.roll_back()

@@ -1,0 +1,114 @@
+"""Accumulators that are joined do what one over all of their entries does, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oktopk import AllReducer, run_threads
+from oktopk.accumulator import Accumulator
+from oktopk.joined import Joined
+from oktopk.kernels import Picked
+from oktopk.sparse import SparseVector
+
+SIZES = [[7], [40, 33], [1, 0, 100], [64, 5, 31, 300]]
+
+
+def heavy(size: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, generator=generator) * torch.randn(size, generator=generator).exp()
+    return (8 * x).round() / 8  # with ties
+
+
+def pair(sizes: list[int], seed: int = 0) -> tuple[Accumulator, Joined]:
+    grad, residual = heavy(sum(sizes), seed), heavy(sum(sizes), seed + 1)
+    members = [
+        Accumulator(g, r) for g, r in zip(grad.clone().split(sizes), residual.clone().split(sizes), strict=True)
+    ]
+    return Accumulator(grad, residual), Joined(members)
+
+
+def told(picked: Picked) -> tuple[object, ...]:
+    return picked.indices.tolist(), picked.values.tolist(), picked.count, picked.above, picked.finite
+
+
+def work(joined: Joined) -> torch.Tensor:
+    return torch.cat([member.work for member in joined.members])
+
+
+def residual(joined: Joined) -> torch.Tensor:
+    return torch.cat([member.values for member in joined.members])
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("capacity", [0, 3, 10, 1000])
+def test_select(sizes: list[int], capacity: int):
+    one, several = pair(sizes)
+    for threshold in (0.5, 2.0, 0.25):  # the first call adds the gradient
+        assert told(one.select(threshold, capacity)) == told(several.select(threshold, capacity))
+    assert torch.equal(one.values, residual(several))
+    assert torch.equal(one.work, work(several))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_questions_of_a_selection(sizes: list[int]):
+    one, several = pair(sizes, 3)
+    total = sum(sizes)
+    for k in {1, total // 10 + 1, total // 2 + 1, total}:
+        assert one.kth_magnitude(k) == several.kth_magnitude(k)
+    magnitude = float(one.values.abs().median())
+    for limit in (0, 1, 5, total):
+        assert one.first_equal(magnitude, limit).tolist() == several.first_equal(magnitude, limit).tolist()
+    indices = torch.arange(0, total, 3, dtype=torch.int32)
+    assert torch.equal(one.at(indices), several.at(indices))
+    assert one.moments() == pytest.approx(several.moments(), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_the_end_of_a_step(sizes: list[int], parts: int):
+    total = sum(sizes)
+    one, several = pair(sizes, 5)
+    vectors = []
+    for seed in range(parts):
+        indices = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: total // 2].sort().values
+        vectors.append(SparseVector(indices.to(torch.int32), heavy(len(indices), seed), total))
+    results = []
+    for acc in (one, several):
+        acc.select(1.0, total)
+        acc.release(vectors)
+        results.append(acc.finish(vectors, 3))
+    assert results[0] == results[1] == int(one.work.count_nonzero())
+    assert torch.equal(one.values, residual(several))
+    assert torch.equal(one.work, work(several))
+
+
+def test_a_step_is_taken_back():
+    one, several = pair([40, 33])
+    before = one.residual.clone()
+    several.select(1.0, 5)
+    several.roll_back()
+    assert torch.equal(residual(several), before)
+    assert not work(several).any()
+
+
+@pytest.mark.parametrize("algorithm", ["oktopk", "topka", "topkdsa", "gtopk", "gaussiank"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_small_buckets_give_what_one_bucket_gives(algorithm: str, world: int):
+    """They share messages, k and thresholds, so that it does not matter how parameters lie in buckets."""
+    sizes = {"a": 300, "b": 71, "c": 1200}
+
+    def train(comm, plan):
+        with AllReducer(
+            [(name, torch.nn.Parameter(torch.zeros(size))) for name, size in sizes.items()],
+            compressor=algorithm, density=0.05, warmup_steps=0, comm=comm, buckets=plan, auto=False,
+        ) as reducer:  # fmt: skip
+            found = []
+            for step in range(6):
+                grads = {name: heavy(size, 97 * step + comm.rank) for name, size in sizes.items()}
+                found.append({name: grad.tolist() for name, grad in reducer.sync(grads).items()})
+            return found, reducer.last.wire.sent_messages, len(reducer.last.reductions)
+
+    whole = run_threads(world, lambda comm: train(comm, "model"))
+    apart = run_threads(world, lambda comm: train(comm, [["a"], ["b"], ["c"]]))
+    assert whole == apart
