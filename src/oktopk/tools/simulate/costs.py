@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from oktopk.tools.cores import own_cores
 
@@ -24,10 +24,16 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds for each entry of the tensor, of a rank that is alone, before and after it would communicate."""
+    """Seconds of a rank's step beyond the work that is recorded."""
 
     before: float
+    """For each entry of the tensor, ahead of the first message: absorbing the gradient and selecting."""
     after: float
+    """For each entry of the tensor: everything else."""
+    fixed: float = 0.0
+    """Whatever the size."""
+    part: float = 0.0
+    """For each part of a message that is received."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,12 @@ class Costs:
 
     def prices(self, algorithm: str, size: int, *, exact: bool = False) -> Prices:
         step = (self.exact if exact else self.steady)[algorithm]
-        return Prices(**asdict(self.coding) | {"before": step.before * size, "after": step.after * size})
+        return replace(
+            self.coding,
+            before=step.before * size,
+            after=step.after * size + step.fixed,
+            decode_part=self.coding.decode_part + step.part,
+        )
 
 
 def measure(algorithms: Sequence[str], size: int, density: float, ranks_per_core: int = 1) -> Costs:
@@ -54,15 +65,11 @@ def measure(algorithms: Sequence[str], size: int, density: float, ranks_per_core
     said = run_all("oktopk.tools.simulate.timing", [task], [{}] * cores * ranks_per_core, _TIMEOUT)
     found = [json.loads(words) for words in said]
 
-    def middle(numbers: Iterable[float]) -> float:
-        return ranks_per_core * float(statistics.median(numbers))
+    def middle(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+        return {name: ranks_per_core * statistics.median(one[name] for one in figures) for name in figures[0]}
 
-    steps = {
-        when: {
-            name: Step(*(middle(one[when][name][part] for one in found) / size for part in range(2)))
-            for name in algorithms
-        }
+    exact, steady = (
+        {name: Step(**middle([one[when][name] for one in found])) for name in algorithms}
         for when in ("exact", "steady")
-    }
-    coding = Prices(**{name: middle(one["coding"][name] for one in found) for name in found[0]["coding"]})
-    return Costs(size, ranks_per_core, steps["exact"], steps["steady"], coding)
+    )
+    return Costs(size, ranks_per_core, exact, steady, Prices(**middle([one["coding"] for one in found])))

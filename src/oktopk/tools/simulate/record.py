@@ -70,6 +70,12 @@ def own_gradients(drawn: Gradients, rank: int) -> Gradients:
     return own
 
 
+def finished(recorded: Recorded, reduction: Reduction) -> Trace:
+    """The trace of a step that is done; its result has been added up as well."""
+    recorded.added(sum(map(len, reduction.parts)))
+    return recorded.take()
+
+
 @dataclass(frozen=True)
 class Recording:
     """The traces of all ranks: in the first step, which evaluates thresholds exactly, and in later ones."""
@@ -93,10 +99,7 @@ def record(
             traces = []
             for step in range(1 + skipped + steady):
                 reducing.prepare(AGE + step)
-                reduction = reducing.reduce(AGE + step)
-                result = sum(map(len, reduction.parts))
-                recorded.added(max(0, result - reduction.local_count))
-                trace = recorded.take()
+                trace = finished(recorded, reducing.reduce(AGE + step))
                 if step == 0 or step > skipped:
                     traces.append(trace)
             return traces

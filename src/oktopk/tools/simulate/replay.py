@@ -15,7 +15,7 @@ import numpy as np
 
 from .network import Network, SimulationError
 from .sizes import Scale
-from .trace import ADD, CONTROL, DECODE, ENCODE, FLUSH, RECEIVE, RING, Trace
+from .trace import CONTROL, DECODE, ENCODE, FLUSH, RECEIVE, RING, WORK, Trace
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class Prices:
     """Adding an entry of a sparse vector to a dense one."""
     add_entry: float = 0.0
     """Adding up dense vectors, in the library's allreduce."""
+
+    def work(self, kind: int, parts: int, entries: float) -> float:
+        """Of one recorded event."""
+        if kind == ENCODE:
+            return parts * self.encode_part + entries * self.encode_entry
+        if kind == DECODE:
+            return parts * self.decode_part + entries * self.decode_entry
+        return entries * self.scatter_entry
 
 
 @dataclass(frozen=True)
@@ -115,21 +123,12 @@ class _Replay:
             elif kind == RING:
                 if not self._join_ring(number, *numbers[:3]):
                     return
-            elif kind in (ENCODE, DECODE):
-                self._work(rank, kind, *numbers[:2])
-            elif kind == ADD:
-                rank.busy(numbers[0] * self.scale.factor * self.prices.scatter_entry)
+            elif kind in WORK:
+                rank.busy(self.prices.work(kind, numbers[0], numbers[1] * self.scale.factor))
             else:
                 self._send(number, kind, *numbers)
         rank.busy(self.prices.after)
         rank.done = True
-
-    def _work(self, rank: _Rank, kind: int, parts: int, entries: int) -> None:
-        prices = self.prices
-        per_part, per_entry = prices.encode_part, prices.encode_entry
-        if kind == DECODE:
-            per_part, per_entry = prices.decode_part, prices.decode_entry
-        rank.busy(parts * per_part + entries * self.scale.factor * per_entry)
 
     def _send(self, source: int, kind: int, peer: int, recorded: int, parts: int, entries: int, span: int) -> None:
         size: float = recorded

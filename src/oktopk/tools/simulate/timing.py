@@ -1,9 +1,10 @@
-"""One process that times the work of a rank; `costs.py` runs as many at once as the cores will have ranks.
+"""One process that times the work of ranks; `costs.py` runs as many at once as the cores will have ranks.
 
     python -m oktopk.tools.simulate.timing TASK
 
-It times the real code: whole steps of a rank that is alone (selecting, the residual, the result), and the coding
-of messages. Time is that of the processor, so that other programs do not count. What it found is JSON on stdout.
+It times the real code: the coding of messages, and whole steps of a few ranks, which are threads that take turns.
+What a step takes beyond the work that `trace.py` records is what the replay cannot know. Time is that of the
+processor, so that other programs do not count. What it found is JSON on stdout.
 """
 
 from __future__ import annotations
@@ -13,102 +14,105 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import torch
 
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
-from oktopk.comm import alone
-from oktopk.kernels import backend
-from oktopk.sparse import SparseVector
-from oktopk.stopwatch import Stopwatch
+from oktopk.comm import Communicator, run_threads
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.wire import Tag, ValueCode, decode, encode
 
-from .record import AGE, Reducing
+from .coding import time_coding
+from .costs import Step
+from .processor import Outside, ProcessorWatch
+from .record import AGE, Reducing, finished, own_gradients
+from .replay import Prices
+from .trace import DECODE, WORK, Recorded, Trace
 
-_STEPS, _SKIPPED, _REPEATS = 9, 2, 9
-_FEW = 64
+_STEPS, _SKIPPED = 9, 2
+_RANKS = 4
+"""A rank that is alone has the whole tensor for its region, which no rank has when there are several."""
+_FEW, _MANY = 2, 8
+"""Ranks of small steps, which tell what a step costs whatever its size, and what each part it receives."""
+_SMALL, _SMALL_DENSITY = 1 << 12, 0.05
+_TIMEOUT = 600.0
 
 
 def main(task: Mapping[str, Any]) -> dict[str, Any]:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task["cores"]])
     torch.set_num_threads(1)
-    for name in task["algorithms"]:
-        _time_steps(name, Gradients(1 << 12, 0), 0.05)  # compiles
-    gradients = Gradients(task["size"], 0)
+    gradients, density = Gradients(task["size"], 0), task["density"]
+    coding = time_coding(torch.zeros(task["size"]), density)
     exact, steady = {}, {}
     for name in task["algorithms"]:
-        exact[name], steady[name] = _time_steps(name, gradients, task["density"])
-    return {"exact": exact, "steady": steady, "coding": _time_coding(gradients.buffer, task["density"])}
+        usual = find_algorithm(name)
+        exact[name] = steady[name] = asdict(time_step(usual, gradients, density, coding))
+        if isinstance(usual, OkTopk):
+            exact[name] = asdict(time_step(replace(usual, tau_prime=1), gradients, density, coding))
+    return {"exact": exact, "steady": steady, "coding": asdict(coding)}
 
 
-def _time_steps(name: str, gradients: Gradients, density: float) -> tuple[tuple[float, float], ...]:
-    """Median seconds before and after communication: of steps that evaluate thresholds exactly, and of others."""
-    algorithm = find_algorithm(name)
-    exact = replace(algorithm, tau_prime=1) if isinstance(algorithm, OkTopk) else algorithm
-    return tuple(_time_algorithm(one, gradients, density) for one in (exact, algorithm))
+@dataclass(frozen=True)
+class Spent:
+    """A step of one rank: seconds of the processor, and how many parts of messages it has decoded."""
+
+    select: float
+    rest: float
+    """Beyond selecting, the transport, and recorded work at its prices."""
+    parts: float
 
 
-def _time_algorithm(algorithm: Algorithm, gradients: Gradients, density: float) -> tuple[float, float]:
-    reducing, taken = Reducing(alone(), algorithm, gradients, density), []
-    reducing.age(AGE)
-    for step in range(AGE, AGE + _STEPS):
-        reducing.prepare(step)
-        watch, wall, start = Stopwatch(), time.perf_counter(), time.thread_time()
-        reducing.reduce(step, watch)
-        spent, share = time.thread_time() - start, watch.seconds("select") / (time.perf_counter() - wall)
-        taken.append((share * spent, (1 - share) * spent))
-    before, after = (statistics.median(part) for part in zip(*taken[_SKIPPED:], strict=True))
-    return before, after
+def time_step(algorithm: Algorithm, gradients: Gradients, density: float, coding: Prices) -> Step:
+    """What steps of small tensors cost is there for large ones too; what these cost more, grows with the size."""
+    small = Gradients(_SMALL, 0)
+    few, many = (time_ranks(algorithm, ranks, small, _SMALL_DENSITY, coding) for ranks in (_FEW, _MANY))
+    large = time_ranks(algorithm, _RANKS, gradients, density, coding)
+    part = max(0.0, many.rest - few.rest) / (many.parts - few.parts) if many.parts > few.parts else 0.0
+    rest = max(0.0, few.rest - part * few.parts)
+    size = gradients.buffer.numel()
+    return Step(
+        before=max(0.0, large.select - few.select) / size,
+        after=max(0.0, large.rest - rest - part * large.parts) / size,
+        fixed=few.select + rest,
+        part=part,
+    )
 
 
-def _time_coding(work: torch.Tensor, density: float) -> dict[str, float]:
-    """Seconds for each message and for each entry in it, from messages of few and of many entries."""
-    size = work.numel()
-    many = min(size, max(2 * _FEW, int(size * density)))
-    small, large = (_time_message(work, count) for count in (_FEW, many))
-    per_entry = [max(0.0, (b - a) / (many - _FEW)) for a, b in zip(small, large, strict=True)]
-    per_part = [max(0.0, a - _FEW * entry) for a, entry in zip(small, per_entry, strict=True)]
-    chunk = work[: max(1, size // 8)]
-    return {
-        "encode_part": per_part[0], "encode_entry": per_entry[0],
-        "decode_part": per_part[1], "decode_entry": per_entry[1],
-        "scatter_entry": _time_scatter(work, many) / many,
-        "add_entry": _time(lambda: chunk.add_(chunk)) / chunk.numel(),
-    }  # fmt: skip
+def time_ranks(algorithm: Algorithm, world: int, drawn: Gradients, density: float, coding: Prices) -> Spent:
+    """The median over steps, and the mean over ranks."""
+
+    def rank(comm: Communicator) -> list[Spent]:
+        with torch.no_grad():
+            recorded = Recorded(comm)
+            outside = Outside(recorded)
+            reducing = Reducing(outside, algorithm, own_gradients(drawn, comm.rank), density)
+            reducing.age(AGE)
+            return [_spent(reducing, recorded, outside, AGE + step, coding) for step in range(_STEPS)]
+
+    by_rank = run_threads(world, rank, _TIMEOUT, in_turns=True)
+    medians = [map(statistics.median, zip(*map(astuple, steps[_SKIPPED:]), strict=True)) for steps in by_rank]
+    return Spent(*map(statistics.mean, zip(*medians, strict=True)))
 
 
-def _time_message(work: torch.Tensor, count: int) -> tuple[float, float]:
-    """Seconds to encode a message and to decode it."""
-    size, part = work.numel(), _entries(work, count)
-    tag = Tag(0, 0, 0, 0, size, 0, size)
-    message, _ = encode(part, tag, ValueCode.FP32)
-    return _time(lambda: encode(part, tag, ValueCode.FP32)), _time(lambda: decode(message, tag))
+def _spent(reducing: Reducing, recorded: Recorded, outside: Outside, step: int, coding: Prices) -> Spent:
+    reducing.prepare(step)
+    watch, start = ProcessorWatch(), time.thread_time()
+    reduction = reducing.reduce(step, watch)
+    own = time.thread_time() - start - outside.take()
+    trace, select = finished(recorded, reduction), watch.seconds("select")
+    return Spent(select, own - select - priced(trace, coding), _parts_decoded(trace))
 
 
-def _time_scatter(work: torch.Tensor, count: int) -> float:
-    part = _entries(work, count)
-    return _time(lambda: backend(work).scatter_add_(work, part.indices, part.values / 2))
+def priced(trace: Trace, coding: Prices) -> float:
+    """What the recorded work comes to; the replay adds it again, for any number of ranks."""
+    return sum(coding.work(*event[:3]) for event in trace.events() if event[0] in WORK)
 
 
-def _entries(work: torch.Tensor, count: int) -> SparseVector:
-    """So many of them, all over the tensor."""
-    size = work.numel()
-    places = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].sort().values
-    return SparseVector(places.to(torch.int32), torch.ones(count), size)
-
-
-def _time(run: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(_REPEATS):
-        start = time.thread_time()
-        run()
-        taken.append(time.thread_time() - start)
-    return statistics.median(taken)
+def _parts_decoded(trace: Trace) -> int:
+    return sum(event[1] for event in trace.events() if event[0] == DECODE)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ integers, so that a million messages fit into memory.
     RING       entries, bytes of one, control        a library's allreduce
     ENCODE     parts, entries                        work, priced by what was measured elsewhere
     DECODE     parts, entries
-    ADD        entries                               of sparse vectors, added up beyond what a rank alone would
+    ADD        0, entries                            of sparse vectors that are added up to the result
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from oktopk.traffic import Operation
 from oktopk.wire import HEADER_BYTES, MAGIC
 
 SEND, CONTROL, RECEIVE, FLUSH, RING, ENCODE, DECODE, ADD = range(8)
+WORK = (ENCODE, DECODE, ADD)
 FIELDS = 6
 """Integers of an event: its kind and five more."""
 
@@ -39,7 +40,7 @@ _PASSED_ON = ("all_gather", "broadcast")
 """Operations that encode a rank's message once and send it several times."""
 
 _MERGED = ("recv",)
-"""Operations whose message is merged with what is there; what others bring, a rank alone has as many of itself."""
+"""Operations whose message is merged with what is there."""
 
 Part = tuple[int, int, int]
 """Sender, entries, span."""
@@ -145,7 +146,7 @@ class Recorded(Communicator):
             self._to_decode[1] += entries
 
     def added(self, entries: int) -> None:
-        self._trace.add(ADD, entries)
+        self._trace.add(ADD, 0, entries)
 
     def sent(self, number: int) -> None:
         self._trace.add(FLUSH, number)
