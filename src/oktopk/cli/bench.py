@@ -26,10 +26,11 @@ from oktopk.signals import interrupted_code
 from oktopk.tools.bench.figures import Record
 from oktopk.tools.bench.launch import NO_LIMIT, measure
 from oktopk.tools.bench.names import CONTENDERS, VARIANTS, BenchError, with_link_limits
-from oktopk.tools.bench.picture import check_drawing, draw
+from oktopk.tools.bench.picture import draw
 from oktopk.tools.bench.plan import Plan, free_memory
 from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
+from oktopk.tools.drawing import drawing_problem
 from oktopk.tools.lab import lab_problem, parse_rate
 from oktopk.wire import VALUE_CODES
 
@@ -110,8 +111,8 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
         timeout=options.timeout,
         progress=sys.stderr.isatty() and find_spec("tqdm") is not None,
     )
-    if options.figure is not None:
-        check_drawing(options.figure)
+    if options.figure is not None and (problem := drawing_problem(options.figure)):
+        raise BenchError(problem)
     if links and (problem := lab_problem()):
         print(f"oktopk bench: no links of {', '.join(links)}: {problem}", file=sys.stderr)
         links = []

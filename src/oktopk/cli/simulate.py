@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,11 +22,14 @@ from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
+from oktopk.signals import interrupted_code, raising
 from oktopk.tools import simulate as tool
 from oktopk.tools.cores import own_cores
+from oktopk.tools.drawing import drawing_problem
 from oktopk.tools.lab import lab_problem, parse_rate
 
 from .complaint import complain
+from .lists import words
 from .numbers import count
 
 MOST = 1024
@@ -68,13 +72,14 @@ def run(options: argparse.Namespace) -> int:
         complain("simulate", error)
         return 2
     try:
-        report = _simulate(options, question, ranks_per_core)
+        with raising(signal.SIGTERM):
+            report = _simulate(options, question, ranks_per_core)
     except (OkTopkError, OSError) as error:
         complain("simulate", error)
         return 1
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        return interrupted_code(error)
     print(json.dumps(report, indent=2) if options.json else tool.text(report))
     return 0
 
@@ -132,12 +137,14 @@ def _calibrate(rate: str, ranks: int) -> tuple[tool.Network, str]:
 
 
 def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
-    names = [name.strip() for name in options.algorithms.split(",")]
+    names = words(options.algorithms)
+    if not names:
+        raise tool.SimulationError("give at least one algorithm")
     for name in names:
         if name not in ALGORITHMS:
             raise tool.SimulationError(f"unknown algorithm {name!r}: choose among {', '.join(ALGORITHMS)}")
-    if options.figure:
-        tool.check_drawable(options.figure)
+    if options.figure and (problem := drawing_problem(options.figure)):
+        raise tool.SimulationError(problem)
     size, density = options.params, _number("--density", options.density, float)
     if not 0 < density <= 1:
         raise tool.SimulationError(f"--density must be in (0, 1], got {options.density}")
@@ -149,7 +156,7 @@ def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
     if not 1 <= each <= 64:
         raise tool.SimulationError(f"--ranks-per-core must be in 1..64, got {each}")
     network = tool.parse_network(options.net)
-    return tool.Question(ranks(options.ranks), list(dict.fromkeys(names)), size, density, network), each
+    return tool.Question(ranks(options.ranks), names, size, density, network), each
 
 
 def _check_rate(rate: str) -> None:

@@ -9,26 +9,15 @@ from typing import TYPE_CHECKING
 from oktopk.files import appearing
 
 from .figures import Record, is_limit
-from .names import BACKWARD, BenchError, ours
+from .names import BACKWARD, ours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg", ".pdf")
 _OURS, _TORCH, _FLOOR = "#0b6e99", "#9aa5b1", "#d9a441"
 _WIDTH, _ROW, _FRAME = 4.6, 0.34, 1.7
 _ROOM = 30.0
 """The axis goes that many times as far as the longest bar, so that its label has room beside it."""
-
-
-def check_drawing(path: Path) -> None:
-    """Before anything is measured: whether the picture can be made."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise BenchError("--figure needs matplotlib: pip install 'oktopk[report]'") from None
-    if path.suffix not in FORMATS:
-        raise BenchError(f"--figure must end with {', '.join(FORMATS)}, got {path}")
 
 
 def draw(records: Sequence[Record], path: Path) -> None:

@@ -2,7 +2,8 @@
 
 record.py     the algorithms run on P ranks that are threads; trace.py writes down their messages
 sizes.py      a message at the size that was asked for
-costs.py      γ: what work costs, measured here          calibrate.py   α and β of a link, measured
+costs.py      γ: what work costs, measured here by timing.py and coding.py, in time of the processor
+calibrate.py  α and β of a link, measured by shifts.py
 replay.py     a discrete-event replay of the messages on network.py
 study.py      all algorithms on all numbers of ranks     crossings.py   who overtakes whom, and the bounds
 """
@@ -10,7 +11,7 @@ study.py      all algorithms on all numbers of ranks     crossings.py   who over
 from .calibrate import calibrate_lab, calibrate_loopback, in_lab
 from .costs import Costs, measure
 from .crossings import Bounds, Crossing, bounds, crossings
-from .figure import check_drawable, draw
+from .figure import draw
 from .network import Network, SimulationError, parse_network
 from .record import Recording, record
 from .replay import Prices, Replayed, replay
@@ -38,7 +39,6 @@ __all__ = [
     "bounds",
     "calibrate_lab",
     "calibrate_loopback",
-    "check_drawable",
     "crossings",
     "draw",
     "in_lab",

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 
+from oktopk.bounds import least_words, oktopk_words, ring_words
+
 from .study import Answer
 
 
@@ -55,5 +57,4 @@ class Bounds:
 
 
 def bounds(ranks: int, size: int, k: float) -> Bounds:
-    share = (ranks - 1) / ranks
-    return Bounds(2 * k * share, 6 * k * share, 2 * size * share)
+    return Bounds(least_words(k, ranks), oktopk_words(k, ranks), ring_words(size, ranks))

@@ -10,26 +10,13 @@ from typing import Any
 from oktopk.files import appearing
 
 from .crossings import bounds
-from .network import SimulationError
 from .study import Answer, Question
 
 _MARKS = "osD^vP"
-_FORMATS = (".png", ".pdf", ".svg")
-
-
-def check_drawable(path: Path) -> None:
-    """Say what is wrong before the work of minutes is done."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise SimulationError("--figure needs matplotlib: pip install 'oktopk[report]'") from error
-    if path.suffix not in _FORMATS:
-        raise SimulationError(f"--figure must end in {', '.join(_FORMATS)}, got {path.name!r}")
 
 
 def draw(path: Path, question: Question, answers: Sequence[Answer]) -> None:
     """Write it to a file whose name tells the format, like simulate.png."""
-    check_drawable(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
