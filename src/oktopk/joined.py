@@ -17,6 +17,11 @@ from .sparse import SparseVector
 _BINS = bin_of(math.inf) + 1
 
 
+def joined(members: Sequence[Accumulator]) -> Accumulator:
+    """One accumulator out of several."""
+    return members[0] if len(members) == 1 else Joined(members)
+
+
 class Joined(Accumulator):
     """Accumulators end to end. Algorithms see one vector; its memory stays where it is."""
 
@@ -38,16 +43,12 @@ class Joined(Accumulator):
 
     def select(self, threshold: float, capacity: int) -> Picked:
         found = [member.select(threshold, capacity) for member in self.members]
-        dtype = index_dtype(self.size)
-        indices = [one.indices.to(dtype) + edge for one, edge in zip(found, self.edges, strict=False)]
-        if not all(one.complete for one in found):  # only the first ones count, and they must be without a gap
-            last = next(j for j, one in enumerate(found) if not one.complete)
-            indices, kept = indices[: last + 1], found[: last + 1]
-        else:
-            kept = found
-        return Picked(
+        indices = [
+            one.indices.to(index_dtype(self.size)) + edge for one, edge in zip(found, self.edges, strict=False)
+        ]
+        return Picked(  # who has more than its capacity has filled the whole of it: there is no gap
             torch.cat(indices)[:capacity],
-            torch.cat([one.values for one in kept])[:capacity],
+            torch.cat([one.values for one in found])[:capacity],
             sum(one.count for one in found),
             sum(one.above for one in found),
             all(one.finite for one in found),

@@ -19,7 +19,7 @@ from .channel import Channel
 from .choice import Choice
 from .comm import Metered
 from .feedback import Feedback
-from .joined import Joined
+from .joined import joined
 from .kernels import backend
 from .layout import Bucket
 from .metrics import DENSE, SPARSE, ReductionEvent, Volume
@@ -136,32 +136,23 @@ class LaneReducer:
         size, entries = sum(lane.bucket.size for lane in lanes), sum(lane.free for lane in lanes)
         account = Account(self.meter, step, lanes[0].index, size)
         members = [self._member(lane, grad, scale) for lane, grad in zip(lanes, grads, strict=True)]
-        device = members[0].work.device
+        acc = joined([Accumulator(member.work, member.residual) for member in members])
         channel = Channel(
             self.meter, size, step=step, bucket=lanes[0].index, values=VALUE_CODES[self.settings.values],
-            device=device, stopwatch=account.watch, blocked_before=self._blocked,
+            device=acc.device, stopwatch=account.watch, blocked_before=self._blocked,
         )  # fmt: skip
-        k = target_count(entries, density)
-        with ExitStack() as stack:
-            for member in members:
-                idle = stack.enter_context(self._set_aside(member.lane.bucket, member.work, member.residual))
-                member.velocity = self._next_velocity(member.lane.bucket, member.work, idle)
-                self._reduce_excluded(member)
-            parts = [Accumulator(member.work, member.residual) for member in members]
-            acc = parts[0] if len(parts) == 1 else Joined(parts)
-            reduction, found = reduce_step(
-                self.settings.algorithm, channel, acc, k, self._tracking(lanes[0], size), inspect
-            )
+        k, known = target_count(entries, density), self._tracking(lanes[0], size)
+        with self._prepared(members):
+            reduction, found = reduce_step(self.settings.algorithm, channel, acc, k, known, inspect)
             if reduction.skipped:
                 for member in members:
                     member.residual[member.lane.always_dense] = member.kept
         lanes[0].tracking = reduction.state
         self._blocked = account.exchange
-        leaving = [list(cuts) for cuts in zip(*map(acc.cut, reduction.leaving), strict=True)] or [
-            [] for _ in lanes
-        ]
+        cuts = [acc.cut(part) for part in reduction.leaving]
         settled = [
-            self._settle(member, own, reduction.skipped) for member, own in zip(members, leaving, strict=True)
+            self._settle(member, [cut[place] for cut in cuts], reduction.skipped)
+            for place, member in enumerate(members)
         ]
         if not reduction.skipped:
             self._check_band(lanes[0], reduction.local_count, k, size, step)
@@ -181,6 +172,16 @@ class LaneReducer:
     def _member(self, lane: Lane, grad: Tensor, scale: float | None) -> _Member:
         work = _unscaled(grad, scale)
         return _Member(lane, grad, work, self.residuals.flat(lane.bucket, work.device), scale)
+
+    @contextmanager
+    def _prepared(self, members: Sequence[_Member]) -> Iterator[None]:
+        """What comes before the algorithm sees a bucket, and what is undone afterwards."""
+        with ExitStack() as stack:
+            for member in members:
+                idle = stack.enter_context(self._set_aside(member.lane.bucket, member.work, member.residual))
+                member.velocity = self._next_velocity(member.lane.bucket, member.work, idle)
+                self._reduce_excluded(member)
+            yield
 
     def _tracking(self, lane: Lane, size: int) -> Any:
         """What the algorithm remembers, unless that was of other buckets: they may be joined differently now."""

@@ -47,6 +47,11 @@ class SparseVector:
 
     def __getitem__(self, entries: slice | Tensor) -> SparseVector:
         """The given entries, in the order given."""
+        if isinstance(entries, Tensor):  # index_select is four times as fast as indexing
+            places = entries.nonzero().flatten() if entries.dtype == torch.bool else entries
+            return SparseVector(
+                self.indices.index_select(0, places), self.values.index_select(0, places), self.size
+            )
         return SparseVector(self.indices[entries], self.values[entries], self.size)
 
     def with_values(self, values: Tensor) -> SparseVector:

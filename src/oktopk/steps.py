@@ -29,11 +29,6 @@ _NAMED = 5
 _TIMED_DENSE_STEPS = 4
 
 
-_ENOUGH = 100_000
-"""Selected entries from which on buckets do not wait for more: a few hundred kilobytes on the wire, so that the
-rounds of an exchange cost less than its bytes."""
-
-
 class _Waiting(NamedTuple):
     lane: Lane
     grad: Tensor
@@ -87,7 +82,7 @@ class StepReducer:
             if self._waiting and self._waiting[0].grad.device != grad.device:
                 self._reduce_waiting()
             self._waiting.append(_Waiting(lane, grad, scale, density))
-            if sum(one.lane.free * one.density for one in self._waiting) >= _ENOUGH:
+            if sum(one.lane.free * one.density for one in self._waiting) >= self.settings.join:
                 self._reduce_waiting()
 
     def _reduce_waiting(self) -> None:

@@ -20,6 +20,7 @@ ALMOST = 0.75
 """The share of steps in which that must be so: others use this machine too."""
 
 TRIES = 3
+pytestmark = pytest.mark.timeout(500)  # all of them, on a machine that is busy with other tests
 
 Step = dict[str, Any]
 

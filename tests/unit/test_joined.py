@@ -101,7 +101,7 @@ def test_small_buckets_give_what_one_bucket_gives(algorithm: str, world: int):
     def train(comm, plan):
         with AllReducer(
             [(name, torch.nn.Parameter(torch.zeros(size))) for name, size in sizes.items()],
-            compressor=algorithm, density=0.05, warmup_steps=0, comm=comm, buckets=plan, auto=False,
+            compressor=algorithm, density=0.05, warmup_steps=0, comm=comm, buckets=plan, auto=False, join=10_000,
         ) as reducer:  # fmt: skip
             found = []
             for step in range(6):
