@@ -25,14 +25,17 @@ check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, laye
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(INSTALLED) ## run the benchmarks one after another
+bench: $(INSTALLED) ## run the benchmarks one after another, for some hours; some of them need root
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/tracking.py
 	$(BIN)/python benchmarks/volume.py
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/digits.py
-	$(BIN)/oktopk bench
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/mpi.py
+	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/judge.py
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -23,9 +23,8 @@ from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
 from oktopk.tools.lab import lab_problem
 from oktopk.tools.tables import table
-from oktopk.wire import VALUE_CODES
 
-OURS, EIGHT_BIT, AUTO = "oktopk:fp16", "oktopk:e4m3", "oktopk:fp16:auto"
+OURS, EIGHT_BIT, AUTO = "oktopk:fp16:join", "oktopk:e4m3:join", "oktopk:fp16:auto"
 MAIN, TINY, HALF, COMPUTING = "main", "tiny", "half", "computing"
 HOOKS = ("ddp", "ddp-fp16", "ddp-bf16", "powersgd")
 SCENES: dict[str, dict[str, object]] = {
@@ -34,7 +33,7 @@ SCENES: dict[str, dict[str, object]] = {
     HALF: {"density": 0.5},
     COMPUTING: {"model": "transformer", "params": MODELS["transformer"][0], "bucket_mb": 1.0},
 }
-FEW = ("backward", "ddp", "oktopk:fp16", AUTO)
+FEW = ("backward", "ddp", "oktopk:fp16", OURS, AUTO)
 """Who takes part where only some lines are asked for."""
 HEADERS = ["scene", "link", "of", "figure", "asked", "found", "enough"]
 
@@ -130,8 +129,7 @@ def judge(lines: Sequence[Line], records: Sequence[Record]) -> list[Verdict]:
 
 def plan_of(scene: str, options: argparse.Namespace) -> Plan:
     """All six algorithms and all variants in the main scene, a few of them elsewhere."""
-    formats = [f"oktopk:{values}" for values in VALUE_CODES if values in ("fp16", "e4m3")]
-    everybody = [name for name in CONTENDERS if name != LINK] + [*formats, AUTO, LINK]
+    everybody = [name for name in CONTENDERS if name != LINK] + ["oktopk:fp16", OURS, EIGHT_BIT, AUTO, LINK]
     names = tuple(with_link_limits(everybody if scene == MAIN else FEW))
     plan = Plan((names,), options.ranks, steps=options.steps, timeout=options.timeout, **SCENES[scene])  # type: ignore[arg-type]
     return plan.fitted(free_memory())

@@ -58,7 +58,7 @@ class Contender:
 
         self.grads, self.world, self.in_place = grads, MPI.COMM_WORLD, MPI.IN_PLACE
         self.name, self.memory = name, MemorySink(limit=1)
-        own = ours(name) or Ours("dense", "fp32", auto=False)
+        own = ours(name) or Ours("dense", "fp32")
         self.reducer = oktopk.AllReducer(
             [(layer, torch.empty_like(grad, requires_grad=True)) for layer, grad in grads.items()],
             own.algorithm, options.density, oktopk.MPICommunicator(timeout=options.timeout),

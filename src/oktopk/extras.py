@@ -6,7 +6,7 @@ import re
 from importlib import metadata
 
 EXTRAS = ("mpi", "train", "report")
-"""Those that a user may want; the others are for examples and for development."""
+"""Those whose packages a command may miss."""
 _PACKAGES = {"PIL": "pillow"}
 """Of modules that are not called like the package they come with."""
 

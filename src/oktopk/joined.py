@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .accumulator import Accumulator
-from .kernels import Picked, bin_edge, bin_of, index_dtype
+from .kernels import SMALLEST, Picked, bin_edge, bin_of, index_dtype
 from .sparse import SparseVector
 
 _BINS = bin_of(math.inf) + 1
@@ -38,6 +38,11 @@ class Joined(Accumulator):
     def device(self) -> torch.device:
         return self.members[0].device
 
+    @property
+    def values(self) -> Tensor:
+        """A copy: algorithms that can do without ask for the pieces."""
+        return torch.cat(self.pieces())
+
     def pieces(self) -> list[Tensor]:
         return [member.values for member in self.members]
 
@@ -60,10 +65,15 @@ class Joined(Accumulator):
         return torch.cat([member.at(part.indices) for member, part in parts])
 
     def kth_magnitude(self, k: int) -> float:
-        """From a histogram of all magnitudes: what lies in or above the bin of the k-th is looked at once more."""
+        """From a histogram of all magnitudes: what lies in or above the bin of the k-th is looked at once more.
+
+        Exact unless it is below the smallest normal number.
+        """
         histograms = np.array([self.kernels.magnitude_histogram(piece, 0, _BINS) for piece in self.pieces()])
         at_least = np.cumsum(histograms.sum(0)[::-1])[::-1]
         best = int(np.flatnonzero(at_least >= k)[-1])
+        if best < bin_of(SMALLEST):  # next to nothing: no need to look at all of it again
+            return bin_edge(best)
         picked = self.select(bin_edge(best), int(at_least[best]))
         return self.kernels.kth_magnitude(picked.values, k)
 
@@ -96,6 +106,10 @@ class Joined(Accumulator):
     def finish(self, parts: Iterable[SparseVector], world: int) -> int:
         by_part = [self.cut(vector) for vector in parts]
         return sum(member.finish([cut[j] for cut in by_part], world) for j, member in enumerate(self.members))
+
+    def finish_dense(self, mean: Tensor) -> None:
+        for member, (start, stop) in zip(self.members, pairwise(self.edges), strict=True):
+            member.finish_dense(mean[start:stop])
 
     def roll_back(self) -> None:
         for member in self.members:

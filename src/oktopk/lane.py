@@ -155,7 +155,7 @@ class LaneReducer:
             for place, member in enumerate(members)
         ]
         if not reduction.skipped:
-            self._check_band(lanes[0], reduction.local_count, k, size, step)
+            self._check_band(lanes[0], reduction.local_count, k, entries, step)
         event = account.close(
             SPARSE, self.settings.algorithm.name,
             Volume.of(entries, found) + Volume.of(size - entries, None),
@@ -176,15 +176,26 @@ class LaneReducer:
     @contextmanager
     def _prepared(self, members: Sequence[_Member]) -> Iterator[None]:
         """What comes before the algorithm sees a bucket, and what is undone afterwards."""
-        with ExitStack() as stack:
+        with ExitStack() as stack, self._restored(members):
             for member in members:
                 idle = stack.enter_context(self._set_aside(member.lane.bucket, member.work, member.residual))
                 member.velocity = self._next_velocity(member.lane.bucket, member.work, idle)
                 self._reduce_excluded(member)
             yield
 
+    @contextmanager
+    def _restored(self, members: Sequence[_Member]) -> Iterator[None]:
+        """After an error residuals have again what they had of the entries that always go dense."""
+        try:
+            yield
+        except BaseException:
+            for member in members:
+                if member.kept.numel():
+                    member.residual[member.lane.always_dense] = member.kept
+            raise
+
     def _tracking(self, lane: Lane, size: int) -> Any:
-        """What the algorithm remembers, unless that was of other buckets: they may be joined differently now."""
+        """What the algorithm remembers, unless it was of another size: buckets may be joined differently now."""
         known = lane.tracking
         return None if known is None or self.settings.algorithm.state_problem(known, size) else known
 
@@ -303,6 +314,7 @@ class LaneReducer:
         """The gradient of a bucket that was not reduced stays in the residual, if it is finite."""
         work = _unscaled(grad, scale)
         if all_finite(work):
+            self._keep_velocity(lane.bucket, self._next_velocity(lane.bucket, work, ()), ())
             self.residuals.flat(lane.bucket, work.device).add_(work)
         grad.fill_(0.0 if scale is None else math.nan)
 
@@ -313,14 +325,14 @@ class LaneReducer:
             lane.residual_norm = float(torch.linalg.vector_norm(residual))
         return lane.residual_norm
 
-    def _check_band(self, lane: Lane, count: int, k: int, size: int, step: int) -> None:
+    def _check_band(self, lane: Lane, count: int, k: int, entries: int, step: int) -> None:
         low, high = self.settings.algorithm.band
         if low * k <= count <= high * k or lane.warned:
             return
         lane.warned = True
         _log.warning(
             "step %d: rank %d sent %.3g %% of bucket %d where %.3g %% was asked for%s",
-            step, self.meter.rank, 100 * count / size, lane.index, 100 * k / size,
+            step, self.meter.rank, 100 * count / entries, lane.index, 100 * k / entries,
             " (fewer entries are not zero)" if count < k else "",
         )  # fmt: skip
 

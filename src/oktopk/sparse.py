@@ -90,7 +90,7 @@ class SparseVector:
 
 
 def sum_in_region(parts: Iterable[SparseVector], start: int, stop: int, size: int) -> SparseVector:
-    """Sum of vectors whose indices lie in [start, stop), added in the order given, each when it comes."""
+    """Sum of vectors whose indices lie in [start, stop), added in the order given."""
     first, rest = next(iterator := iter(parts)), iterator
     pairs = ((p.indices, p.values) for p in chain([first], rest))
     indices, values = kernels.backend(first.values).union_sum(pairs, start, stop - start)

@@ -90,6 +90,10 @@ class StepReducer:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
+        if self._culprits is not None:
+            for one in waiting:
+                self._note([one.lane], *self.reducer.untouched(one.lane, one.grad, one.scale, SPARSE, self.step))
+            return
         lanes, last = [one.lane for one in waiting], waiting[-1]
         inspect = self._name_culprits(lanes, f"rank {self.meter.rank}")
         settled, event = self.reducer.sparse(

@@ -112,3 +112,39 @@ def test_small_buckets_give_what_one_bucket_gives(algorithm: str, world: int):
     whole = run_threads(world, lambda comm: train(comm, "model"))
     apart = run_threads(world, lambda comm: train(comm, [["a"], ["b"], ["c"]]))
     assert whole == apart
+
+
+def test_a_mean_goes_to_all_members_and_a_copy_is_there_for_who_asks():
+    one, several = pair([40, 33])
+    assert torch.equal(one.values, several.values)
+    mean = heavy(73, 9)
+    for acc in (one, several):
+        acc.finish_dense(mean)
+    assert torch.equal(one.work, work(several))
+    assert torch.equal(one.residual, residual(several))
+
+
+def test_next_to_nothing_is_not_looked_at_again():
+    grad = torch.zeros(100)
+    grad[::9] = 1.0
+    several = Joined([Accumulator(part.clone(), torch.zeros(part.numel())) for part in grad.split([60, 40])])
+    assert several.kth_magnitude(12) == 1.0
+    assert several.kth_magnitude(50) == 0.0
+
+
+def test_a_bucket_that_waits_is_left_alone_when_another_one_has_lost_the_step():
+    """A dense bucket that is not finite comes after a sparse one: nothing of either is applied, and it is named."""
+    sizes = {"sparse": 300, "dense": 20}
+
+    def train(comm):
+        with AllReducer(
+            [(name, torch.nn.Parameter(torch.zeros(size))) for name, size in sizes.items()],
+            density=0.05, warmup_steps=0, comm=comm, buckets=[["sparse"], ["dense"]], auto=False, join=10_000,
+            dense=["dense"],
+        ) as reducer:  # fmt: skip
+            grads = {name: heavy(size, comm.rank) for name, size in sizes.items()}
+            grads["dense"][3] = torch.nan if comm.rank == 1 else 0.0
+            found = reducer.sync(grads)
+            return reducer.last.skipped, reducer.last.culprits, [bool(grad.any()) for grad in found.values()]
+
+    assert run_threads(3, train) == [(True, ("the sum over ranks: dense",), [False, False])] * 3

@@ -34,6 +34,8 @@ from .numbers import count
 
 MOST = 1024
 """A step has P² messages, and all ranks are threads of this process."""
+_MOST_AT_ONCE = 16
+"""Processes that measure what a message costs."""
 _LOOPBACK = "loopback"
 
 
@@ -85,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace, question: tool.Question, ranks_per_core: int) -> dict[str, Any]:
-    link, at_once = tool.GIVEN, max(2, ranks_per_core * len(own_cores()))
+    link, at_once = tool.GIVEN, max(2, min(ranks_per_core * len(own_cores()), _MOST_AT_ONCE))
     with Progress(len(question.ranks) * len(question.algorithms)) as progress:
         progress.say("measuring what messages and work cost on this machine")
         network = question.network

@@ -48,7 +48,7 @@ class Averaging:
         own = ours(name, plan.values)
         if own is not None:
             state = OkTopkState(
-                algorithm=own.algorithm, density=plan.density, values=own.values, auto=own.auto,
+                algorithm=own.algorithm, density=plan.density, values=own.values, auto=own.auto, join=own.join,
                 warmup_steps=AUTO_DENSE if own.auto else 0, sinks=[self.memory], timeout=plan.timeout,
             )  # fmt: skip
             self.state = state.register(self.model)

@@ -1,4 +1,4 @@
-"""What no contender can be faster than: one pass over memory, and its own bytes over the link."""
+"""What a contender costs at least if nothing is hidden: one pass over memory, and its own bytes over the link."""
 
 from __future__ import annotations
 

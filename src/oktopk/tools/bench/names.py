@@ -24,8 +24,10 @@ CONTENDERS = {
     MEMORY: "one pass over memory, without backward: residual += gradient",
     LINK: "the bytes of each sparse one of ours over the link and nothing else, without backward",
 }
-AUTO = "auto"
-VARIANTS = (*VALUE_CODES, AUTO)
+AUTO, JOIN = "auto", "join"
+VARIANTS = (*VALUE_CODES, AUTO, JOIN)
+JOINED_ENTRIES = 250_000
+"""Up to so many selected entries the buckets of a `join` contender share their messages."""
 AUTO_DENSE = 5
 """Dense steps that `auto` has for its comparison. DDP arranges its buckets anew after the first."""
 _WARMUP = 3
@@ -41,7 +43,8 @@ class Ours:
 
     algorithm: str
     values: str
-    auto: bool
+    auto: bool = False
+    join: int = 0
 
     @property
     def sparse(self) -> bool:
@@ -53,9 +56,9 @@ def ours(name: str, values: str = "fp32") -> Ours | None:
     """What the name of one of our own contenders says; None if it is somebody else's.
 
     >>> ours("oktopk:fp16")
-    Ours(algorithm='oktopk', values='fp16', auto=False)
+    Ours(algorithm='oktopk', values='fp16', auto=False, join=0)
     >>> ours("topka:auto", values="bf16")
-    Ours(algorithm='topka', values='bf16', auto=True)
+    Ours(algorithm='topka', values='bf16', auto=True, join=0)
     """
     algorithm, *variants = name.split(":")
     if algorithm not in ALGORITHMS:
@@ -63,10 +66,11 @@ def ours(name: str, values: str = "fp32") -> Ours | None:
     for variant in variants:
         if variant not in VARIANTS:
             raise BenchError(f"unknown variant {variant!r} of {algorithm}: choose from {', '.join(VARIANTS)}")
-    formats = [variant for variant in variants if variant != AUTO]
+    formats = [variant for variant in variants if variant in VALUE_CODES]
     if len(formats) > 1:
         raise BenchError(f"{name!r} has {len(formats)} value formats: give one")
-    return Ours(algorithm, formats[0] if formats else values, AUTO in variants)
+    join = JOINED_ENTRIES if JOIN in variants else 0
+    return Ours(algorithm, formats[0] if formats else values, AUTO in variants, join)
 
 
 def limited(name: str) -> str | None:

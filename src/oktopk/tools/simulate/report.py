@@ -16,8 +16,8 @@ GIVEN, HALF_GIVEN = "given", "overhead measured"
 _HEAD = ["ranks", "algorithm", "step ms", "work ms", "MB sent", "messages", "words/k", "6k", "2k", "n recorded"]
 _ORIGINS = """\
 recorded: messages, their order and their entries: the real algorithms on this many ranks, which are threads,
-          with a tensor of "n recorded" entries; the median of some steps. Steps that evaluate thresholds exactly
-          have their share in it.
+          with a tensor of "n recorded" entries; the median of three steps, from 128 ranks on a single one.
+          Steps that evaluate thresholds exactly have their share in it.
 measured: work, by timing the real code on this machine with {each} on each core.
 {link}
 modelled: the time of messages on that link; their size at {params:,} parameters; a library's allreduce (dense,
