@@ -133,7 +133,7 @@ def test_next_to_nothing_is_not_looked_at_again():
 
 
 def test_a_bucket_that_waits_is_left_alone_when_another_one_has_lost_the_step():
-    """A dense bucket that is not finite comes after a sparse one: nothing of either is applied, and it is named."""
+    """A dense bucket that is not finite comes after a sparse one: neither is applied, and it is named."""
     sizes = {"sparse": 300, "dense": 20}
 
     def train(comm):
