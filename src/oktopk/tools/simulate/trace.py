@@ -52,10 +52,10 @@ class Trace:
     def __init__(self) -> None:
         self.numbers = array("q")
 
-    def add(self, kind: int, *numbers: int) -> int:
+    def add(self, kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0) -> int:
         """Returns the place of the event."""
         place = len(self.numbers)
-        self.numbers.extend((kind, *numbers, *(0,) * (FIELDS - 1 - len(numbers))))
+        self.numbers.extend((kind, a, b, c, d, e))
         return place
 
     def add_work(self, place: int, parts: int, entries: int) -> None:
