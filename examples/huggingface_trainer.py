@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import digits, join_or_be_alone, options, summary
 from torch.utils.data import TensorDataset
 
@@ -102,6 +103,8 @@ def main() -> None:
     correct = trainer.evaluate()["eval_accuracy"]
     if trainer.is_world_process_zero():
         print(summary(arguments.world_size, correct, memory))
+    if dist.is_initialized():  # the trainer leaves it; its threads must not outlive the interpreter
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def _compiled_kernels() -> None:
     kernels.select(x, math.inf, 0)
     for keep_old in (False, True):
         kernels.accumulate_select(x.clone(), x.clone(), math.inf, 0, keep_old)
+    kernels.accumulate_select_pieces([x.clone()], [x.clone()], math.inf, 0)
     kernels.first_equal(x, 1.0, 1)
     kernels.kth_magnitude(x, 1)
     kernels.sampled_threshold(x, 1)
@@ -49,7 +50,9 @@ def _compiled_kernels() -> None:
         vector.at_least(1.0)
         kernels.scatter_add_(x.clone(), vector.indices, vector.values)
         kernels.assign_(x.clone(), vector.indices, vector.values)
+        kernels.scatter_add_pieces_([x.clone()], vector.indices, vector.values)
+        kernels.assign_pieces_([x.clone()], vector.indices, vector.values)
         kernels.union_sum([(vector.indices, vector.values)], 0, 33)
-        kernels.common(vector.indices, vector.indices)
+        kernels.common(vector.indices, vector.values, vector.indices)
         tag = wire.Tag(0, 0, 0, 0, size, 0, size)
         wire.decode(wire.encode(vector, tag, wire.ValueCode.FP16)[0], tag)

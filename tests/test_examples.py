@@ -134,6 +134,17 @@ def test_resume_gives_the_same_bits_and_changes_its_number_of_ranks(tmp_path: Pa
     assert [(state["rank"], state["world"], state["step"]) for state in saved] == [(r, 3, 120) for r in range(3)]
 
 
+def test_elastic_goes_on_by_itself_with_another_number_of_ranks(tmp_path: Path) -> None:
+    options = ["--out", tmp_path, "--save-every", 25]
+    first = run("elastic", *options, "--steps", 60, ranks=2)
+    assert "begins at step 0 with 2 ranks" in first
+    check(parse(first), 2, (20, 40), accuracy=50)
+    second = run("elastic", *options, "--steps", 120)
+    assert "begins at step 60 with 1 ranks" in second
+    check(parse(second), 1, (0, 60), accuracy=60)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step-00000075", "step-00000100", "step-00000120"]
+
+
 def test_resume_alone(tmp_path: Path) -> None:
     out = run("resume", "--out", tmp_path, "--verify", "--steps", 30, "--warmup-steps", 5)
     check(parse(out), 1, (5, 25), accuracy=15)

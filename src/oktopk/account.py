@@ -45,7 +45,10 @@ class Account:
         """The event of the reduction, which ends now."""
         stop = time.perf_counter()
         waited, slowest = wait
-        named = {name: self.watch.seconds(name) for name in ("select", "encode", "exchange", "decode")}
+        named = dict.fromkeys(("select", "encode", "exchange", "decode"), 0.0)
+        for span in self.watch.spans:
+            if span.name in named:
+                named[span.name] += span.stop - span.start
         other = max(0.0, stop - self.start - sum(named.values()))
         named["exchange"] -= waited
         traffic = self.meter.take()

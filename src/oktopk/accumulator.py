@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ class Accumulator:
         self.work = work
         self.residual = residual
         self.kernels = backend(work)
-        self._absorbed = residual is None
+        self.absorbs = residual is not None
+        """The next pass has to add the gradient."""
 
     @property
     def size(self) -> int:
@@ -36,7 +37,7 @@ class Accumulator:
     @property
     def values(self) -> Tensor:
         """acc itself, after the first pass."""
-        if not self._absorbed:
+        if self.absorbs:
             self.select(math.inf, 0)
         return self.work if self.residual is None else self.residual
 
@@ -48,10 +49,11 @@ class Accumulator:
 
     def select(self, threshold: float, capacity: int) -> Picked:
         """Entries with |acc| >= threshold. The first call adds the gradient in the same pass over memory."""
-        if self._absorbed or self.residual is None:
+        if self.residual is None or not self.absorbs:
             return self.kernels.select(self.values, threshold, capacity)
-        self._absorbed = True
-        return self.kernels.accumulate_select(self.residual, self.work, threshold, capacity, keep_old=True)
+        picked = self.kernels.accumulate_select_pieces([self.residual], [self.work], threshold, capacity)
+        self.absorbs = False
+        return picked
 
     def vector(self, picked: Picked) -> SparseVector:
         return SparseVector(picked.indices, picked.values, self.size)
@@ -80,13 +82,16 @@ class Accumulator:
         """Take from the residual what has left this rank."""
         if self.residual is not None:
             for part in leaving:
-                self.kernels.scatter_add_(self.residual, part.indices, -part.values)
+                self.kernels.scatter_add_pieces_([self.residual], part.indices, -part.values)
 
     def finish(self, parts: Iterable[SparseVector], world: int) -> int:
         """Put the sum of the parts over the number of ranks into `work`; returns the number of non-zeros."""
+        return self._finish([self.work], parts, world)
+
+    def _finish(self, works: Sequence[Tensor], parts: Iterable[SparseVector], world: int) -> int:
         first, *rest = list(parts) or [SparseVector.empty(self.size, self.device)]
-        found = self.kernels.assign_(self.work, first.indices, first.values / world)
-        return found + sum(self.kernels.scatter_add_(self.work, p.indices, p.values / world) for p in rest)
+        found = self.kernels.assign_pieces_(works, first.indices, first.values / world)
+        return found + sum(self.kernels.scatter_add_pieces_(works, p.indices, p.values / world) for p in rest)
 
     def finish_dense(self, mean: Tensor) -> None:
         """Everything went out: the result is `mean` and nothing is left behind."""
@@ -97,7 +102,7 @@ class Accumulator:
 
     def roll_back(self) -> None:
         """As if the step had not been: the old residual, and a result of zeros."""
-        if self.residual is not None and self._absorbed:
+        if self.residual is not None and not self.absorbs:
             self.residual.copy_(self.work)
         self.work.zero_()
 

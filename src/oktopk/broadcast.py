@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .comm import Communicator, agree, pack, packed_bytes, unpack
+from .comm import Communicator, agree
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -21,10 +21,8 @@ def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> None
         return
     for chunk in _chunks(list(tensors.values())):
         size = sum(tensor.nbytes for tensor in chunk)
-        message = None
-        if comm.rank == 0:
-            message = pack(torch.cat([_bytes(tensor) for tensor in chunk]))
-        received = unpack(comm.broadcast(message, packed_bytes(size), "start"), torch.uint8)
+        own = torch.cat([_bytes(tensor) for tensor in chunk]) if comm.rank == 0 else None
+        received = comm.broadcast_sealed(own, size, "start")
         for tensor, part in zip(chunk, torch.split(received, [t.nbytes for t in chunk]), strict=True):
             if comm.rank:
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

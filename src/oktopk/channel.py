@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import wire
-from .comm import Communicator
+from .comm import Communicator, Operation
+from .errors import WireError
 from .sparse import SparseVector
 from .stopwatch import Stopwatch
 from .wire import Tag, ValueCode
@@ -26,6 +27,16 @@ class Phase(IntEnum):
     GATHER = 2
     TREE = 3
     BROADCAST = 4
+
+
+_OPERATIONS = {
+    Phase.SPLIT: Operation("all_to_all", "split"),
+    Phase.BALANCE: Operation("all_to_all", "balance"),
+    Phase.GATHER: Operation("all_gather", "gather"),
+    Phase.TREE: Operation("recv", "tree"),
+    Phase.BROADCAST: Operation("broadcast", "broadcast"),
+}
+"""How the transport calls the phase in its own errors."""
 
 
 class Channel:
@@ -149,7 +160,8 @@ class Channel:
 
     def _tag(self, phase: Phase, sender: int, region: Region) -> Tag:
         start, stop = region
-        return Tag(self.step, self.bucket, int(phase), sender, self.size, start, stop - start)
+        who = self.comm.known_as(sender)
+        return Tag(self.step, self.bucket, int(phase), who, self.size, start, stop - start)
 
     def _encode(self, part: SparseVector, phase: Phase, region: Region) -> tuple[Tensor, SparseVector]:
         tag = self._tag(phase, self.rank, region)
@@ -160,7 +172,10 @@ class Channel:
 
     def _decode(self, message: Tensor, phase: Phase, peer: int, region: Region) -> SparseVector:
         with self.stopwatch.stage("decode"):
-            decoded = wire.decode(message, self._tag(phase, peer, region), self.device)
+            try:
+                decoded = wire.decode(message, self._tag(phase, peer, region), self.device)
+            except WireError as error:
+                raise WireError(f"{_OPERATIONS[phase]}: {error}") from error
         self.heard[peer] = decoded.blocked
         self.note(not decoded.nonfinite)
         return decoded.vector

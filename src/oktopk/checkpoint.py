@@ -26,6 +26,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
         "format": FORMAT,
         "rank": steps.meter.rank,
         "world": steps.meter.world,
+        "ranks_per_host": steps.settings.ranks_per_host,
         "step": steps.step,
         "skipped_steps": steps.skipped_steps,
         "skipped_in_a_row": steps.skipped_in_a_row,
@@ -38,7 +39,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
                 "sizes": list(lane.bucket.sizes),
                 "tracking": algorithm.pack_state(lane.tracking),
                 "goes_dense": lane.choice.dense,
-                "seconds": list(lane.choice.agreed),
+                "seconds": list(lane.choice.typical() if steps.settings.auto else lane.choice.agreed),
             }
             for lane in sorted(steps.lanes.values(), key=lambda lane: lane.index)
         ],
@@ -51,12 +52,20 @@ def load_state(steps: StepReducer, saved: Mapping[str, Any]) -> None:
         _check(steps, saved)
         lanes = _lanes(steps, saved)
         counters = {name: int(saved[name]) for name in ("step", "skipped_steps", "skipped_in_a_row")}
-        residuals, velocities = (dict(saved[name]) for name in _MEMORIES)
+        residuals, velocities = (_memory(saved, name) if steps.exchanges else {} for name in _MEMORIES)
     for name, value in counters.items():
         setattr(steps, name, value)
     steps.reducer.residuals.load_state_dict(residuals)
     steps.reducer.velocities.load_state_dict(velocities)
     steps.lanes = lanes
+
+
+def _memory(saved: Mapping[str, Any], memory: str) -> dict[str, Tensor]:
+    parts = dict(saved[memory])
+    for name, part in parts.items():
+        if part.layout is not torch.strided:
+            raise ValueError(f"the {memory} of {name} are no dense tensor")
+    return parts
 
 
 def _lanes(steps: StepReducer, saved: Mapping[str, Any]) -> dict[Bucket, Lane]:
@@ -98,6 +107,12 @@ def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
             f"the state was saved by {saved['world']} ranks, now there are {world}: read the states of all of "
             "them and load oktopk.redistribute(states, rank, world)"
         )
+    per_host = saved.get("ranks_per_host", 1)  # None after redistribute()
+    if per_host not in (steps.settings.ranks_per_host, None):
+        raise ValueError(
+            f"the state was saved with ranks_per_host={per_host}, now it is {steps.settings.ranks_per_host}: read "
+            "the states of all ranks and load oktopk.redistribute(states, rank, world)"
+        )
     if saved["rank"] != rank:
         raise ValueError(
             f"this is the state of rank {saved['rank']}, loaded on rank {rank}: residuals differ, so every rank "
@@ -109,7 +124,8 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
     """The state of one of `world` ranks, made from those of all ranks of an earlier run, in any order.
 
     Each rank gets the mean of the old residuals, so that the sum over ranks, divided by their number, is what
-    it was: Σe'/P' = Σe/P. States are taken one at a time: hand over a generator that reads file after file.
+    it was: Σe'/P' = Σe/P; with ranks_per_host, over the leaders and by their number. States are taken one at a
+    time: hand over a generator that reads file after file.
     """
     first: dict[str, Any] | None = None
     sums: dict[str, dict[str, Tensor]] = {name: {} for name in _MEMORIES}
@@ -133,8 +149,9 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
     if first is None or seen != set(range(first["world"])):
         expected = "all ranks" if first is None else f"all {first['world']} ranks"
         raise ValueError(f"redistribute needs the states of {expected}, got those of {sorted(seen)}")
+    holders = first["world"] // (first.get("ranks_per_host") or 1)
     shared = {
-        memory: {name: (total / first["world"]).float() for name, total in parts.items()}
+        memory: {name: (total / holders).float() for name, total in parts.items()}
         for memory, parts in sums.items()
     }
     return {
@@ -142,5 +159,6 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
         **shared,
         "rank": rank,
         "world": world,
+        "ranks_per_host": None,
         "buckets": [{**entry, "tracking": None} for entry in first["buckets"]],
     }

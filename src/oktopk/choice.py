@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from .comm import Communicator, pack, unpack
+from .comm import Communicator
 
 TRIAL = 8
 """Sparse steps before the first decision; the first ones compile kernels and evaluate thresholds exactly."""
@@ -66,9 +66,14 @@ class Choice:
     def note(self, dense: bool, seconds: float) -> None:
         self.times[dense].append(seconds)
 
-    def medians(self) -> tuple[float, float]:
+    def typical(self) -> tuple[float, float]:
+        """(dense, sparse) seconds: the lower quartile and the median, so that in doubt a bucket goes dense.
+
+        Whatever disturbs a reduction makes it longer; a few dense ones may all have been disturbed.
+        """
         dense, sparse = self.agreed  # all there is of a way that was not gone since the run was resumed
-        return median(self.times[True] or [dense]), median(self.times[False] or [sparse])
+        known = sorted(self.times[True]) or [dense]
+        return known[(len(known) - 1) // 4], median(self.times[False] or [sparse])
 
     def start_trial(self, dense: bool) -> None:
         """Forget old figures of the way that is tried anew."""
@@ -77,9 +82,8 @@ class Choice:
 
 def decide(comm: Communicator, choices: Sequence[Choice]) -> None:
     """All ranks share what they measured, and take the same decision for every bucket."""
-    message = pack(torch.tensor([choice.medians() for choice in choices], dtype=torch.float64).flatten())
-    gathered = comm.all_gather(message, message.numel(), "dense or sparse", control=True)
-    means = torch.stack([unpack(report, torch.float64) for report in gathered]).mean(0)
+    own = torch.tensor([choice.typical() for choice in choices], dtype=torch.float64).flatten()
+    means = torch.stack(comm.all_gather_sealed(own, own.nbytes, "dense or sparse")).mean(0)
     for choice, (dense, sparse) in zip(choices, means.view(-1, 2).tolist(), strict=True):
         choice.agreed = dense, sparse
         choice.dense = dense > 0 and sparse > GAIN * dense

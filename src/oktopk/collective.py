@@ -13,6 +13,7 @@ from .accumulator import Accumulator, narrowed
 from .algorithms import Algorithm, Reduction, find_algorithm
 from .channel import Channel
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
+from .errors import naming_step
 from .reducer import reduce_step
 from .selection import target_count
 from .wire import VALUE_CODES
@@ -92,7 +93,8 @@ def sparse_allreduce(
         "state": getattr(state, "shared", type(state).__name__),
         "step": step,
     }
-    agree(meter, terms, problem)
+    with naming_step(meter.rank, step):
+        agree(meter, terms, problem)
     chosen = find_algorithm(algorithm)
     acc = Accumulator(_work_buffer(tensor, out), None if residual is None else residual.view(-1))
     k = target_count(acc.size, density)
@@ -104,7 +106,8 @@ def sparse_allreduce(
         raw_indices=indices == "raw",
         device=acc.work.device,
     )
-    reduction, found = reduce_step(chosen, channel, acc, k, state)
+    with naming_step(meter.rank, step):
+        reduction, found = reduce_step(chosen, channel, acc, k, state)
     if reduction.mean is not None:
         found = int(torch.count_nonzero(acc.work))
     mean = _returned(acc, tensor, meter)

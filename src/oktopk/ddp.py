@@ -1,6 +1,8 @@
 """The front end for DistributedDataParallel: a state and a communication hook."""
 
+import math
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from typing_extensions import Unpack
 from .algorithms import Algorithm
 from .checkpoint import saved_layout
 from .comm import DEFAULT_TIMEOUT, GroupCommunicator
-from .layout import Bucket, BucketPlan, differences, gather, make_buckets, scatter
+from .layout import Bucket, BucketPlan, cut, differences, gather, make_buckets, scatter
 from .metrics import MetricsSink
 from .pipeline import Pipeline, Scaler
 from .settings import Options, Settings
@@ -56,11 +58,13 @@ class OkTopkState(Pipeline):
         **options: Unpack[Options],
     ) -> None:
         settings = Settings.of(algorithm, density, warmup_steps, norm_clip, auto, options)
+        comm = GroupCommunicator.exclusive(process_group, timeout)
         super().__init__(
             settings,
-            GroupCommunicator.exclusive(process_group, timeout),
+            comm,
             owns_comm=True,
             unused_stay=True,
+            post=comm.post_sum,
             trainer=trainer,
             grad_scaler=grad_scaler,
             sinks=sinks,
@@ -72,6 +76,10 @@ class OkTopkState(Pipeline):
         self._layout: tuple[Bucket, ...] | None = None
         """Buckets to reduce in, if they are not simply DDP's."""
         self._resumed = False
+        self._cap_bytes = math.inf
+        """Of DDP's buckets, if it is known."""
+        self._known: dict[int, tuple[list[Tensor], Bucket]] = {}
+        """The buckets of the last step, as DDP numbers them."""
         self._taken: list[tuple[Bucket, Tensor, Future[Tensor]]] = []
         if named_parameters is not None:
             self._name(named_parameters)
@@ -83,6 +91,7 @@ class OkTopkState(Pipeline):
         if self._names and any(p not in self._names for p in model.parameters() if p.requires_grad):
             raise ValueError(_ANOTHER_MODEL)
         self._name(model.named_parameters())
+        self._cap_bytes = max([model.bucket_bytes_cap, *getattr(model, "bucket_bytes_cap_list", ())])
         model.register_comm_hook(self, oktopk_hook)
         if optimizer is not None:
             self.guard(optimizer)
@@ -110,6 +119,7 @@ class OkTopkState(Pipeline):
         named = [(name.replace("_orig_mod.", ""), p) for name, p in named_parameters if p.requires_grad]
         prefix = "module." if all(name.startswith("module.") for name, _ in named) else ""
         self._names = {parameter: name.removeprefix(prefix) for name, parameter in named}
+        self._known = {}
         self._complete = True
 
     # The step, as DDP delivers it: bucket after bucket, in the same order on all ranks.
@@ -121,34 +131,52 @@ class OkTopkState(Pipeline):
         DDP waits for them at that point anyway; an error is raised here, in the middle of backward().
         """
         if delivered.index() == 0:  # if a backward pass has failed in the middle, its buckets are still here
-            self.abandon()
+            self.abandon(overwritten=True)
             self._taken = []
         flat = delivered.buffer()
         bucket = self._bucket_of(delivered)
         future: Future[Tensor] = Future() if flat.is_cpu else Future(devices=[flat.device])
         self._taken.append((bucket, flat, future))
-        held_back = self._plan is not None or self._resumed or self.settings.norm_clip is not None
-        if not held_back:
-            self.submit(bucket, flat)
-        if delivered.is_last():
-            if held_back:
+        last = delivered.is_last()
+        if self._plan is not None or self._resumed or self.settings.norm_clip is not None:
+            if last:
                 self._submit_held()
-            else:
+        elif not last or len(self._taken) > 1 or not self.sum_alone(bucket, flat):
+            for piece, place in self._pieces(bucket, flat.element_size()):
+                self.submit(piece, flat[place], last)
+            if last:
                 self.finish()
+        if last:
             self._complete = True
             for _, buffer, waiting in self._taken:
                 waiting.set_result(buffer)
             self._taken = []
         return future
 
+    def _pieces(self, bucket: Bucket, width: int) -> list[tuple[Bucket, slice]]:
+        """The bucket as it is, if it is one that DDP keeps.
+
+        In its first step DDP has one bucket for the whole model. If that step is sparse, it goes in pieces of the
+        size of those that follow: to select from all of it at once takes memory that is never needed again.
+        """
+        kept = width * sum(bucket.sizes[:-1]) < self._cap_bytes
+        if kept or not self._steps.goes_sparse:
+            return [(bucket, slice(None))]
+        return cut(bucket, int(4 / width * self._cap_bytes))
+
     def _bucket_of(self, delivered: GradBucket) -> Bucket:
-        parameters = delivered.parameters()
+        parameters, index = delivered.parameters(), delivered.index()
+        known, bucket = self._known.get(index, ([], None))
+        if bucket is not None and len(known) == len(parameters) and all(map(is_, known, parameters)):
+            return bucket
         for parameter in parameters:
             if parameter not in self._names:
                 if self._complete:
                     raise ValueError(_ANOTHER_MODEL)
                 self._names[parameter] = f"#{len(self._names)}"
-        return Bucket(tuple(self._names[p] for p in parameters), tuple(p.numel() for p in parameters))
+        bucket = Bucket(tuple(self._names[p] for p in parameters), tuple(p.numel() for p in parameters))
+        self._known[index] = parameters, bucket
+        return bucket
 
     def _submit_held(self) -> None:
         """Reduce the whole model at once, in buckets that need not be those DDP has now."""
@@ -166,7 +194,7 @@ class OkTopkState(Pipeline):
                 first = grads[bucket.names[0]]
                 flat = moved[bucket] = torch.empty(bucket.size, dtype=first.dtype, device=first.device)
                 gather(bucket, grads, flat)
-            self.submit(bucket, flat)
+            self.submit(bucket, flat, last=bucket is layout[-1])
         self.finish()
         for bucket, flat in moved.items():
             scatter(bucket, flat, grads)
@@ -207,7 +235,8 @@ class OkTopkState(Pipeline):
 def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> Future[Tensor]:
     """The hook for DistributedDataParallel.register_comm_hook: averages gradients by sparse allreduce.
 
-    1. DDP hands over a bucket as soon as backward has filled it; the worker thread starts on it at once.
+    1. DDP hands over a bucket as soon as backward has filled it. A dense sum begins at once; sparse buckets wait
+       for others to share messages with (`join`), and the worker thread exchanges them.
     2. Dense steps (the warm-up) sum all entries; sparse ones add the residual, exchange the entries that matter
        by the algorithm of the state, and keep the rest in the residual.
     3. With the last bucket of a backward pass the hook waits for all of them: either all results are in place, or

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class OkTopkError(RuntimeError):
     """Base class of the library's own errors."""
@@ -25,3 +28,19 @@ class NonFiniteError(OkTopkError):
 
 class WireError(OkTopkError):
     """A message is damaged, stale, or was meant for somebody else."""
+
+
+def name_step(error: BaseException, rank: int, step: int) -> None:
+    """Let an error of communication, which says who and where, say also when, and on which rank."""
+    if isinstance(error, (CommError, WireError)):
+        error.args = (f"{error} (rank {rank}, step {step})",)
+
+
+@contextmanager
+def naming_step(rank: int, step: int) -> Iterator[None]:
+    """The same for all errors of a block."""
+    try:
+        yield
+    except (CommError, WireError) as error:
+        name_step(error, rank, step)
+        raise

@@ -15,17 +15,17 @@ def packages() -> dict[str, list[str]]:
     """By extra."""
     found: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
     for requirement in metadata.requires("oktopk") or ():
-        match = re.fullmatch(r"([\w.-]+)[^;]*;\s*extra == ['\"](\w+)['\"]", requirement)
+        match = re.fullmatch(r"([\w.-]+)[^;]*;.*\bextra == ['\"](\w+)['\"]", requirement)
         if match and match[2] in found:
             found[match[2]].append(match[1])
     return found
 
 
 def how_to_install(module: str) -> str:
-    """What to type when a module is missing.
+    """What to type when a module is missing; `tomli`, which only old Pythons need, has a marker of its own.
 
-    >>> how_to_install("PIL.Image"), how_to_install("elsewhere")
-    ("pip install 'oktopk[train]'", 'pip install elsewhere')
+    >>> how_to_install("PIL.Image"), how_to_install("tomli"), how_to_install("elsewhere")
+    ("pip install 'oktopk[train]'", "pip install 'oktopk[train]'", 'pip install elsewhere')
     """
     name = module.partition(".")[0]
     package = _PACKAGES.get(name, name)

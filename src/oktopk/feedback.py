@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -23,7 +26,7 @@ class Feedback:
 
     def peek(self, bucket: Bucket, device: torch.device | None = None) -> Tensor | None:
         """The memory of a bucket if any of it has ever been used."""
-        if bucket in self._flat or any(name in self._by_name for name in bucket.names):
+        if bucket in self._flat or not self._by_name.keys().isdisjoint(bucket.names):
             return self.flat(bucket, device)
         return None
 
@@ -33,6 +36,12 @@ class Feedback:
             self._lay_out(bucket, device)
         return self._flat[bucket]
 
+    def drop(self, bucket: Bucket) -> None:
+        """Give back the memory of a bucket, which holds nothing but zeros."""
+        self._flat.pop(bucket, None)
+        for name in bucket.names:
+            self._by_name.pop(name, None)
+
     def _lay_out(self, bucket: Bucket, device: torch.device | None) -> None:
         known = [self._by_name[name] for name in bucket.names if name in self._by_name]
         if device is None and known:
@@ -41,6 +50,7 @@ class Feedback:
         for name, place in bucket.places.items():
             if name in self._by_name:
                 flat[place].copy_(self._by_name[name])
+                _give_back(self._by_name[name])
             self._by_name[name] = flat[place]
         moved = set(bucket.names)
         self._flat = {old: memory for old, memory in self._flat.items() if moved.isdisjoint(old.names)}
@@ -54,3 +64,15 @@ class Feedback:
         self._by_name = {
             name: part.detach().to(torch.float32, copy=True).flatten() for name, part in saved.items()
         }
+
+
+def _give_back(part: Tensor) -> None:
+    """Let the system have the pages of memory that is done with, though its neighbours may still be in use.
+
+    DDP's first step has one bucket for the whole model. Without this, its memory would stay until the last
+    parameter has moved to one of the buckets that follow, and there would be twice as much of it.
+    """
+    first = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (part.data_ptr() + part.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and part.is_cpu and size > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

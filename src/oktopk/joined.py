@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .accumulator import Accumulator
 from .kernels import SMALLEST, Picked, bin_edge, bin_of, index_dtype
+from .kernels.pieces import join_picked
 from .sparse import SparseVector
 
 _BINS = bin_of(math.inf) + 1
@@ -29,6 +30,7 @@ class Joined(Accumulator):
         self.members = members
         self.kernels = members[0].kernels
         self.edges = [0, *accumulate(member.size for member in members)]
+        self._works = [member.work for member in members]
 
     @property
     def size(self) -> int:
@@ -47,17 +49,15 @@ class Joined(Accumulator):
         return [member.values for member in self.members]
 
     def select(self, threshold: float, capacity: int) -> Picked:
-        found = [member.select(threshold, capacity) for member in self.members]
-        indices = [
-            one.indices.to(index_dtype(self.size)) + edge for one, edge in zip(found, self.edges, strict=False)
-        ]
-        return Picked(  # who has more than its capacity has filled the whole of it: there is no gap
-            torch.cat(indices)[:capacity],
-            torch.cat([one.values for one in found])[:capacity],
-            sum(one.count for one in found),
-            sum(one.above for one in found),
-            all(one.finite for one in found),
-        )
+        residuals = [m.residual for m in self.members if m.absorbs and m.residual is not None]
+        if not residuals:
+            return join_picked(
+                [member.select(threshold, capacity) for member in self.members], self.edges, capacity
+            )
+        picked = self.kernels.accumulate_select_pieces(residuals, self._works, threshold, capacity)
+        for member in self.members:
+            member.absorbs = False
+        return picked
 
     def at(self, indices: Tensor) -> Tensor:
         asked = SparseVector(indices, torch.empty(indices.numel(), device=indices.device), self.size)
@@ -99,13 +99,13 @@ class Joined(Accumulator):
         ]
 
     def release(self, leaving: Iterable[SparseVector]) -> None:
-        for vector in leaving:
-            for member, part in zip(self.members, self.cut(vector), strict=True):
-                member.release([part])
+        residuals = [member.residual for member in self.members if member.residual is not None]
+        if residuals:
+            for part in leaving:
+                self.kernels.scatter_add_pieces_(residuals, part.indices, -part.values)
 
     def finish(self, parts: Iterable[SparseVector], world: int) -> int:
-        by_part = [self.cut(vector) for vector in parts]
-        return sum(member.finish([cut[j] for cut in by_part], world) for j, member in enumerate(self.members))
+        return self._finish(self._works, parts, world)
 
     def finish_dense(self, mean: Tensor) -> None:
         for member, (start, stop) in zip(self.members, pairwise(self.edges), strict=True):

@@ -33,6 +33,16 @@ class Bucket:
         starts = [0, *stops[:-1]]
         return {name: slice(start, stop) for name, start, stop in zip(self.names, starts, stops, strict=True)}
 
+    @cached_property
+    def filled(self) -> list[slice]:
+        """The places that have entries."""
+        return [place for place in self.places.values() if place.stop > place.start]
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first entries of those."""
+        return torch.tensor([place.start for place in self.filled], dtype=torch.int64)
+
     def __str__(self) -> str:
         first, *rest = self.names
         return f"{first} … {rest[-1]} ({len(self.names)} parameters)" if rest else first
@@ -91,6 +101,19 @@ def _fill(sizes: Mapping[str, int], cap_bytes: int) -> Iterator[list[str]]:
         names.append(name)
         held += sizes[name]
     yield names
+
+
+def cut(bucket: Bucket, cap_bytes: int) -> list[tuple[Bucket, slice]]:
+    """Smaller buckets of the parameters that are neighbours in this one, and where they lie; the last come first.
+
+    >>> [(piece.names, place) for piece, place in cut(Bucket(("a", "b", "c"), (100, 200, 300)), 2000)]
+    [(('b', 'c'), slice(100, 600, None)), (('a',), slice(0, 100, None))]
+    """
+    sizes, pieces = dict(zip(bucket.names, bucket.sizes, strict=True)), []
+    for names in _fill(sizes, cap_bytes):
+        piece = Bucket(tuple(reversed(names)), tuple(sizes[name] for name in reversed(names)))
+        pieces.append((piece, slice(bucket.places[names[-1]].start, bucket.places[names[0]].stop)))
+    return pieces
 
 
 def gather(bucket: Bucket, grads: Mapping[str, Tensor | None], flat: Tensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from .traffic import Operation, Traffic, merge, total
+from .traffic import Operation, Traffic, merge
 
 Figures = TypeVar("Figures", bound="Additive")
 
@@ -96,15 +96,18 @@ class Wire(Additive):
 
     @classmethod
     def of(cls, traffic: Mapping[Operation, Traffic]) -> Wire:
-        everything = total(traffic)
-        return cls(
-            everything.sent_bytes,
-            everything.received_bytes,
-            everything.sent_messages,
-            everything.received_messages,
-            control_bytes=total(traffic, lambda operation: operation.control).sent_bytes,
-            modelled_bytes=sum(moved.sent_bytes for moved in traffic.values() if moved.modelled),
+        parts = (
+            cls(
+                moved.sent_bytes,
+                moved.received_bytes,
+                moved.sent_messages,
+                moved.received_messages,
+                control_bytes=moved.sent_bytes if operation.control else 0,
+                modelled_bytes=moved.sent_bytes if moved.modelled else 0,
+            )
+            for operation, moved in traffic.items()
         )
+        return _added(parts, cls())
 
 
 class Densities:
@@ -131,7 +134,7 @@ class Densities:
 
 @dataclass(frozen=True)
 class ReductionEvent(Densities):
-    """One bucket in one step, on one rank."""
+    """One bucket, or a group of buckets that shared messages, in one step, on one rank."""
 
     step: int
     bucket: int
@@ -211,20 +214,26 @@ class MetricsSink(Protocol):
     def close(self) -> None: ...
 
 
+def _added(figures: Iterable[Figures], nothing: Figures) -> Figures:
+    """Their sum, at no cost for a single one: a small model has one bucket, and short steps."""
+    first, *rest = [*figures] or [nothing]
+    return sum(rest, first)
+
+
 def combine(step: int, reductions: Iterable[ReductionEvent], **rest: object) -> StepEvent:
     """The step that these reductions make."""
     parts = tuple(reductions)
-    told = (part for part in parts if part.slowest_rank is not None)
-    late = max(told, key=lambda part: part.seconds.wait, default=None)
+    told = [part for part in parts if part.slowest_rank is not None]
+    late = max(told, key=lambda part: part.seconds.wait) if told else None
     return StepEvent(
         step=step,
         phase=SPARSE if any(part.phase == SPARSE for part in parts) else DENSE,
-        volume=sum((part.volume for part in parts), Volume()),
+        volume=_added((part.volume for part in parts), Volume()),
         target_count=sum(part.target_count for part in parts),
         local_count=sum(part.local_count for part in parts),
         residual_norm=math.hypot(*(part.residual_norm for part in parts)),
-        wire=sum((part.wire for part in parts), Wire()),
-        seconds=sum((part.seconds for part in parts), Seconds()),
+        wire=_added((part.wire for part in parts), Wire()),
+        seconds=_added((part.seconds for part in parts), Seconds()),
         slowest_rank=None if late is None else late.slowest_rank,
         reductions=parts,
         **rest,  # type: ignore[arg-type]

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from .checkpoint import load_state, save_state
 from .comm import Communicator
-from .errors import NonFiniteError
+from .errors import NonFiniteError, name_step
 from .layout import Bucket
 from .metrics import SPARSE, MetricsSink, StepEvent
+from .posted import Post
 from .settings import Settings
 from .sinks import TrainerLists
 from .steps import StepReducer
@@ -52,22 +53,25 @@ class Pipeline:
         grad_scaler: Scaler | None = None,
         sinks: Iterable[MetricsSink] = (),
         unused_stay: bool = False,
+        post: Post | None = None,
     ) -> None:
         self.settings = settings
         self._comm, self._owns_comm = comm, owns_comm
-        self._steps = StepReducer(settings, comm, sinks, unused_stay)
+        self._steps = StepReducer(settings, comm, sinks, unused_stay, post)
         steps = self._steps  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
+            name_step(error, comm.rank, steps.step)
             if not isinstance(error, NonFiniteError):  # that one all ranks raise by themselves
                 comm.fail(error)
-            steps.abandon()
+            steps.give_up()
 
-        patience = min(0.5 + comm.rank, 5.0)
-        self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up, patience)
+        self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up, comm.interrupt)
         self._scaler = grad_scaler
         self._first_handed: float | None = None
         self._last_handed = 0.0
+        self._in_worker = False
+        """Whether a bucket of this step is reduced by the worker; then all that follow are."""
         if trainer is None:
             _log.debug("no trainer is linked: its lists of metrics are not filled")
         else:
@@ -75,10 +79,31 @@ class Pipeline:
 
     # The step.
 
-    def submit(self, bucket: Bucket, grad: Tensor) -> None:
-        """Reduce a flat gradient in the background. Its memory belongs to the worker until finish()."""
+    def submit(self, bucket: Bucket, grad: Tensor, last: bool = False) -> None:
+        """Reduce a flat gradient in the background. Its memory belongs to the worker until finish().
+
+        Of the dense sums that the caller begins itself, finish() waits for that of the `last` bucket, and the
+        worker for the others.
+        """
         steps, scale = self._steps, self._scale()
-        self._hand_over(lambda: steps.reduce(bucket, grad, scale))
+        if self._in_worker or not steps.posts(bucket, grad):
+            self._hand_over(lambda: steps.reduce(bucket, grad, scale))
+            return
+        self._take_time()
+        self._worker.here(lambda: steps.post(bucket, grad, scale))
+        if not last:
+            self._worker.submit(lambda: steps.end_sums(1))
+
+    def sum_alone(self, bucket: Bucket, grad: Tensor) -> bool:
+        """Do a whole step at once, if it is no more than a dense sum of this bucket; whether it was."""
+        steps = self._steps
+        if self._first_handed is not None or self.scaled or not steps.may_sum_alone(bucket, grad):
+            return False
+        self._take_time()
+        start = self._last_handed
+        self._worker.here(lambda: steps.sum_alone(bucket, grad, start))
+        self._first_handed = None
+        return True
 
     @property
     def scaled(self) -> bool:
@@ -97,32 +122,47 @@ class Pipeline:
         return self.settings.norm_clip / norm if self.settings.norm_clip < norm < math.inf else 1.0
 
     def _hand_over(self, job: Job) -> None:
+        self._take_time()
+        self._in_worker = True
+        self._worker.submit(job)
+
+    def _take_time(self) -> None:
         self._last_handed = time.perf_counter()
         if self._first_handed is None:
             self._first_handed = self._last_handed
-        self._worker.submit(job)
+
+    def _last_job(self, job: Job) -> None:
+        """The end of a step, in the thread that has reduced its last bucket."""
+        if self._in_worker:
+            self._first_handed, self._in_worker = None, False
+            self._worker.submit(job)
+            self._worker.wait()
+        else:
+            self._worker.wait()
+            self._worker.here(job)
+            self._first_handed = None
 
     def finish(self) -> StepEvent:
         """Wait until all buckets are reduced; then either all results are in place, or the step is skipped."""
         if self._first_handed is None:
             raise RuntimeError("finish() without a submitted bucket")
         steps, start, handed_over = self._steps, self._first_handed, self._last_handed
-        self._first_handed = None
 
         def settle() -> None:
             steps.finish(start, handed_over)
 
-        self._worker.submit(settle)
-        self._worker.wait()
+        self._last_job(settle)
         assert steps.last is not None
         return steps.last
 
-    def abandon(self) -> None:
-        """Give up a step that was begun but will not be finished: its buckets go back to the residuals."""
+    def abandon(self, overwritten: bool = False) -> None:
+        """Give up a step that was begun but will not be finished: its buckets go back to the residuals.
+
+        Only what was sent does so if their memory is `overwritten`.
+        """
+        steps = self._steps
         if self._first_handed is not None:
-            self._first_handed = None
-            self._worker.submit(self._steps.abandon)
-            self._worker.wait()
+            self._last_job(lambda: steps.abandon(overwritten))
 
     def run(self, job: Callable[[Communicator], None]) -> None:
         """Let the worker communicate about something else, after what it has to do, and wait for it."""
@@ -197,6 +237,8 @@ class Pipeline:
                 "exposed_seconds": last.exposed,
                 "hidden_share": last.hidden_share,
             }
+        if self.settings.auto:
+            figures["dense_step_seconds"], figures["sparse_step_seconds"] = steps.ways.whole.agreed
         for lane in (lane for lane in steps.lanes.values() if self.settings.auto and not lane.never_sparse):
             dense, sparse = lane.choice.agreed
             figures |= {
@@ -236,7 +278,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the worker thread and its connections, and close the sinks, all that were given. Twice is fine."""
-        ended = self._worker.close()
+        ended = self._worker.close(wake=self._owns_comm)
         if self._owns_comm:
             self._comm.close()
         if not ended:

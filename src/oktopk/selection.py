@@ -20,6 +20,9 @@ LOW, HIGH = 0.8, 1.25
 MARGIN = 1.25
 """How many times k the pass over memory aims at, so that the k wanted are among what it finds."""
 
+ROOM, MORE = 4, 16
+"""How many times k there is room for in that pass, and up to how many a second one makes room."""
+
 BINS = 64
 """Bins of magnitude looked at on either side of a threshold: a quarter of an octave, about 20 %."""
 
@@ -131,7 +134,9 @@ class TrackedSelection:
         """What was chosen, and the tracker for the next step."""
         due = tracker is None or tracker.age + 1 >= self.exact_every or k == acc.size
         low = math.inf if tracker is None else max(SMALLEST, tracker.threshold_for(MARGIN * k))
-        picked = acc.select(low, 2 * k)
+        picked = acc.select(low, ROOM * k)
+        if ROOM * k < picked.count <= MORE * k:  # gradients have grown: still cheaper than to search all of them
+            picked = acc.select(low, picked.count)
         tracker = (tracker or Tracker(low, 0)).with_slope(picked.count, picked.above)
         if picked.finite and picked.complete and not due:
             threshold = self._refine(acc, picked, low, k)

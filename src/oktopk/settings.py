@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     dense_below: int
     max_skipped: int
     join: int
+    ranks_per_host: int
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class Settings:
     dense          parameters whose name matches one of these patterns (like "*.bias") always go dense
     dense_below    so do those with fewer entries
     max_skipped    that many skipped steps in a row are an error
-    join           sparse buckets share their messages until so many entries are selected, like 250,000: it costs
-                   fewer rounds; 0 lets each go by itself, which hides more of the exchange behind backward
+    join           sparse buckets share their messages until so many entries are selected: it costs fewer rounds;
+                   0 lets each go by itself, which hides more of the exchange behind a long backward
+    ranks_per_host so many ranks, numbered host by host, average in the memory of their host, and the first of
+                   them exchanges with those of other hosts; 1 lets every rank exchange with all others
     auto           time both ways and keep the faster one for each bucket
     """
 
@@ -56,7 +59,8 @@ class Settings:
     dense: tuple[str, ...] = ()
     dense_below: int = 0
     max_skipped: int = 25
-    join: int = 0
+    join: int = 250_000
+    ranks_per_host: int = 1
     auto: bool = False
 
     @classmethod
@@ -95,6 +99,7 @@ class Settings:
             ("dense_below", 0),
             ("max_skipped", 1),
             ("join", 0),
+            ("ranks_per_host", 1),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

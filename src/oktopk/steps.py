@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,21 +13,24 @@ import torch
 from torch import Tensor
 
 from .accumulator import Accumulator
-from .algorithms import Dense
-from .choice import Calendar, decide
 from .comm import Communicator, Metered, agree, gather_json
 from .errors import NonFiniteError
-from .lane import Inspect, Lane, LaneReducer, Settled
+from .hosts import Host
+from .lane import Lane, Settled
+from .lanes import Inspect, LaneReducer
 from .layout import Bucket
 from .metrics import DENSE, SPARSE, MetricsSink, ReductionEvent, StepEvent, combine
+from .posted import Post, PostedSums
 from .settings import Settings
 from .sparse import all_finite
+from .verdict import hear, tell, with_host
+from .ways import Ways
 
 _log = logging.getLogger(__name__)
 
+_ABANDONED = "abandoned"
 _NAMED = 5
 """How many parameters a rank names when it reports numbers that are not finite."""
-_TIMED_DENSE_STEPS = 4
 
 
 class _Waiting(NamedTuple):
@@ -37,7 +41,10 @@ class _Waiting(NamedTuple):
 
 
 class StepReducer:
-    """Reduces one bucket after the other, always from one thread and in the same order on all ranks."""
+    """Reduces one bucket after the other, in the same order on all ranks.
+
+    One thread calls it, or the worker; only dense sums are begun by one and ended by the other at the same time.
+    """
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class StepReducer:
         comm: Communicator,
         sinks: Iterable[MetricsSink] = (),
         unused_stay: bool = False,
+        post: Post | None = None,
     ) -> None:
         self.settings = settings
         self.meter = Metered(comm)
@@ -52,42 +60,106 @@ class StepReducer:
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
-        self.reducer = LaneReducer(settings, self.meter, unused_stay)
+        self.host = Host(self.meter, settings.ranks_per_host) if settings.ranks_per_host > 1 else None
+        between = self.meter if self.host is None else self.host.between()
+        self.reducer = LaneReducer(settings, between, unused_stay)
+        self._sums = PostedSums(self.reducer, post if self.host is None else None)
         self.lanes: dict[Bucket, Lane] = {}
         self.last: StepEvent | None = None
         self._handed = 0
         """Buckets of this step so far."""
         self._waiting: list[_Waiting] = []
         """Sparse ones that are not reduced yet: they will share messages."""
+        self._expected = 0.0
+        """Entries that those will send."""
+        self._summed: list[tuple[Lane, float]] = []
+        """Those whose sums were begun before the one ahead had ended, and how much longer each took."""
         self._settled: list[Settled] = []
         self._events: list[ReductionEvent] = []
-        self._said_dense = False
+        self.ways = Ways(settings)
         self._culprits: list[str] | None = None
         """Set when a bucket of this step was not finite: where, as far as this rank knows."""
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
         """The mean over ranks of `grad` (1-D), in its place after finish(). A GradScaler may have scaled it."""
+        self.end_sums()
         lane = self._lane(bucket, grad)
         self._handed += 1
-        density = self._density(lane)
-        if self._culprits is not None:
+        density = self.ways.density(lane, self.step)
+        if self.host is not None:
+            self.host.average(bucket, grad)
+        if not self.exchanges:  # the leader does the rest
+            self._settled.append(Settled(lane, grad, grad, scale))
+        elif self._culprits is not None:
             phase = DENSE if density is None else SPARSE
             self._note([lane], *self.reducer.untouched(lane, grad, scale, phase, self.step))
         elif density is None:
-            alone = self.reducer.residuals.peek(bucket) is None  # then the sum overwrites this rank's own
-            inspect = self._name_culprits([lane], "the sum over ranks" if alone else f"rank {self.meter.rank}")
+            inspect = self._look_at_dense(lane, self.reducer.residuals.peek(bucket) is None)
             self._note([lane], *self.reducer.dense(lane, grad, scale, self.step, inspect))
         else:
             if self._waiting and self._waiting[0].grad.device != grad.device:
                 self._reduce_waiting()
             self._waiting.append(_Waiting(lane, grad, scale, density))
-            if sum(one.lane.free * one.density for one in self._waiting) >= self.settings.join:
+            self._expected += lane.free * density
+            if self._expected >= self.settings.join:
                 self._reduce_waiting()
+
+    @property
+    def goes_sparse(self) -> bool:
+        """Whether the next step goes sparse, however long it takes."""
+        return self.ways.surely_sparse(self.step)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether this rank has residuals, and no other one of its host speaks for it."""
+        return self.host is None or self.host.leads
+
+    @property
+    def _here(self) -> str:
+        return f"rank {self.meter.rank}" if self.host is None else str(self.host)
+
+    def posts(self, bucket: Bucket, grad: Tensor) -> bool:
+        """Whether the next bucket can be given to post(), if none of this step was given to reduce()."""
+        lane = self.lanes.get(bucket)
+        if lane is None or lane.index != self._handed or not lane.always_dense.is_cpu:
+            return False
+        return self._sums.possible(grad) and self.ways.density(lane, self.step) is None
+
+    def post(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
+        """Begin the dense sum of a bucket. Another thread may be ending those that were begun before."""
+        self._sums.begin(self.lanes[bucket], grad, scale)
+        self._handed += 1
+
+    def may_sum_alone(self, bucket: Bucket, grad: Tensor) -> bool:
+        """Whether a step of this bucket alone is nothing but its dense sum: nothing was held back before."""
+        return self.posts(bucket, grad) and self.reducer.residuals.peek(bucket) is None
+
+    def sum_alone(self, bucket: Bucket, grad: Tensor, start: float) -> None:
+        """What post() and finish() come to then, by a short cut: small models are done in no time."""
+        lane = self.lanes[bucket]
+        event = self._sums.at_once(lane, grad, self.step)
+        if event is None:
+            self.finish(start, start)
+            return
+        lane.choice.note(True, event.stop - event.start)
+        self._compare_ways([lane], [event], start)
+        self._conclude([event], (), start, start)
+
+    def end_sums(self, most: float = math.inf) -> None:
+        """Wait for sums that were begun, and take in what they give."""
+        while self._sums.under_way and most > 0:
+            one, most = self._sums.under_way[0], most - 1
+            inspect = self._look_at_dense(one.lane, one.acc.residual is None) if self._culprits is None else None
+            settled, event = self._sums.end(one, self.step, inspect)
+            self._sums.under_way.popleft()
+            self._settled.append(settled)
+            self._events.append(event)
+            self._summed.append((one.lane, event.stop - event.start))
 
     def _reduce_waiting(self) -> None:
         """Reduce the sparse buckets that have come in since the last time, with messages that they share."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._expected = self._waiting, [], 0.0
         if not waiting:
             return
         if self._culprits is not None:
@@ -95,7 +167,7 @@ class StepReducer:
                 self._note([one.lane], *self.reducer.untouched(one.lane, one.grad, one.scale, SPARSE, self.step))
             return
         lanes, last = [one.lane for one in waiting], waiting[-1]
-        inspect = self._name_culprits(lanes, f"rank {self.meter.rank}")
+        inspect = self._name_culprits(lanes, self._here)
         settled, event = self.reducer.sparse(
             lanes, [one.grad for one in waiting], last.scale, last.density, self.step, inspect
         )
@@ -105,15 +177,15 @@ class StepReducer:
         self._settled += [settled] if isinstance(settled, Settled) else settled
         self._events.append(event)
         if self._culprits is None:  # a lost reduction ends early: its time tells nothing
-            size = sum(lane.bucket.size for lane in lanes)
-            for lane in lanes:
-                share = lane.bucket.size / size if size else 1.0
-                lane.choice.note(event.phase == DENSE, share * (event.stop - event.start))
+            _time(lanes, event.phase == DENSE, event.stop - event.start)
 
     @torch.no_grad()
     def finish(self, start: float, handed_over: float) -> StepEvent:
         """Settle the step: hand out the results of all buckets or of none, and tell the sinks."""
+        self.end_sums()
         self._reduce_waiting()
+        if self.host is not None and not self.host.leads:
+            self._culprits, self._events = hear(self.host, self._settled, self.step)
         skipped = self._culprits is not None
         culprits = self._share_culprits() if skipped else ()
         for settled in self._settled:
@@ -121,9 +193,22 @@ class StepReducer:
                 self.reducer.put_back(settled)
             else:
                 self.reducer.hand_out(settled)
-        reductions = [replace(event, skipped=skipped) for event in self._events]
-        self._compare_ways([settled.lane for settled in self._settled])
+        if not skipped:  # sums that are under way together end together: the first would seem to take all the time
+            _time([lane for lane, _ in self._summed], True, sum(seconds for _, seconds in self._summed))
+        reductions = [replace(event, skipped=True) for event in self._events] if skipped else self._events
+        self._compare_ways([settled.lane for settled in self._settled], () if skipped else reductions, start)
+        if self.host is not None:
+            if self.host.leads:
+                tell(self.host, self._settled, self._events, culprits if skipped else None)
+            reductions = with_host(self.host, reductions)
         self._forget()
+        return self._conclude(reductions, culprits, start, handed_over)
+
+    def _conclude(
+        self, reductions: Sequence[ReductionEvent], culprits: tuple[str, ...], start: float, handed_over: float
+    ) -> StepEvent:
+        """Count the step and tell of it; it was skipped if there are culprits."""
+        skipped = bool(culprits)
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         event = self.last = combine(
@@ -137,18 +222,41 @@ class StepReducer:
             self._complain(event)
         return event
 
-    def abandon(self) -> None:
-        """Take the step back after an error: what buckets have sent returns to their residuals."""
+    def abandon(self, overwritten: bool = False) -> None:
+        """Take the step back after an error: what buckets have sent returns to their residuals.
+
+        What their memory held is lost if it was `overwritten` by the next gradients, which are left as they are.
+        """
+        self.end_sums()
+        self._take_back(overwritten)
+        if self.host is not None:  # members wait: their next gradients go where the leader has just read
+            if self.host.leads:
+                self.host.tell(_ABANDONED)
+            else:
+                self.host.hear()
+
+    def give_up(self) -> None:
+        """The same when other ranks will not answer any more."""
+        self._sums.cancel()
+        self._take_back()
+
+    def _take_back(self, overwritten: bool = False) -> None:
         while self._settled:
-            self.reducer.put_back(self._settled.pop())
+            self.reducer.put_back(self._settled.pop(), overwritten)
         for one in self._waiting:
-            self.reducer.keep(one.lane, one.grad, one.scale)
+            if not overwritten:
+                self.reducer.keep(one.lane, one.grad, one.scale)
         self._forget()
 
     def _forget(self) -> None:
-        self._settled, self._events, self._waiting, self._handed, self._culprits = [], [], [], 0, None
+        self._settled, self._events, self._handed, self._culprits = [], [], 0, None
+        self._waiting, self._expected, self._summed = [], 0.0, []
 
     # Numbers that are not finite.
+
+    def _look_at_dense(self, lane: Lane, alone: bool) -> Inspect:
+        """`alone`: without a residual, when the sum overwrites what this rank had."""
+        return self._name_culprits([lane], "the sum over ranks" if alone else self._here)
 
     def _name_culprits(self, lanes: Sequence[Lane], where: str) -> Inspect:
         def look(acc: Accumulator) -> None:
@@ -171,7 +279,9 @@ class StepReducer:
 
     def _share_culprits(self) -> tuple[str, ...]:
         """Everybody's, the same on all ranks."""
-        heard = gather_json(self.meter, self._culprits, "not finite")
+        if not self.exchanges:
+            return tuple(self._culprits or ())
+        heard = gather_json(self.reducer.meter, self._culprits, "not finite")
         named = tuple(dict.fromkeys(text for texts in heard for text in texts))
         return named or ("the sum over ranks, which overflows",)
 
@@ -186,7 +296,7 @@ class StepReducer:
                 "sets how many are tolerated"
             )
 
-    # Which way a bucket goes.
+    # Buckets.
 
     def _lane(self, bucket: Bucket, grad: Tensor) -> Lane:
         """The lane of a bucket. A new one is made by all ranks together, who make sure they mean the same."""
@@ -210,42 +320,15 @@ class StepReducer:
         self.lanes[bucket] = replace(known, index=index, always_dense=entries.to(grad.device))
         return self.lanes[bucket]
 
-    @property
-    def _calendar(self) -> tuple[int, Calendar]:
-        done = self.step - self.settings.warmup_steps - self.settings.ramp_steps
-        return done, Calendar(max(0, _TIMED_DENSE_STEPS - self.settings.warmup_steps))
+    def _compare_ways(self, lanes: Sequence[Lane], reductions: Sequence[ReductionEvent], start: float) -> None:
+        """Note what the step took, and at the end of a trial let all ranks decide; a leader tells its host."""
+        self.ways.time_step(lanes, reductions, start, self.step)
+        if self.exchanges and self.ways.decides(self.step):
+            self.ways.decide(self.reducer.meter, lanes, self.step)
 
-    def _density(self, lane: Lane) -> float | None:
-        """None when the bucket goes dense in this step."""
-        density = self.settings.schedule.density_at(self.step)
-        if isinstance(self.settings.algorithm, Dense) or lane.never_sparse:
-            return None
-        done, calendar = self._calendar
-        if density is None or not self.settings.auto or done < 0:
-            return density
-        goes_dense = lane.choice.goes_dense(done, calendar)
-        if calendar.window(done)[0] == 0:
-            lane.choice.start_trial(goes_dense)
-        return None if goes_dense else density
 
-    def _compare_ways(self, lanes: Sequence[Lane]) -> None:
-        done, calendar = self._calendar
-        if not self.settings.auto or isinstance(self.settings.algorithm, Dense) or not calendar.decides(done):
-            return
-        lanes = [lane for lane in lanes if not lane.never_sparse]
-        decide(self.meter, [lane.choice for lane in lanes])
-        if self.meter.rank == 0:
-            self._tell_ways(lanes)
-
-    def _tell_ways(self, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            dense, sparse = (1e3 * seconds for seconds in lane.choice.agreed)
-            way = DENSE if lane.choice.dense else SPARSE
-            _log.info("oktopk: bucket %d goes %s: %.3g ms dense, %.3g ms sparse", lane.index, way, dense, sparse)
-        if lanes and all(lane.choice.dense for lane in lanes) and not self._said_dense:
-            self._said_dense = True
-            dense, sparse = (1e3 * sum(lane.choice.agreed[way] for lane in lanes) for way in (0, 1))
-            _log.warning(
-                "oktopk: all buckets stay dense, which is faster here: %.3g ms a step against %.3g ms sparse; "
-                "auto=False goes sparse all the same", dense, sparse,
-            )  # fmt: skip
+def _time(lanes: Sequence[Lane], dense: bool, seconds: float) -> None:
+    """Note what buckets took that were reduced together, shared out by their sizes."""
+    size = sum(lane.bucket.size for lane in lanes)
+    for lane in lanes:
+        lane.choice.note(dense, seconds * (lane.bucket.size / size if size else 1.0))

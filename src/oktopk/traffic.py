@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -49,9 +50,50 @@ class Traffic:
         )
 
 
+class Tally:
+    """Traffic while it is counted: messages are many, so that one more must cost next to nothing."""
+
+    __slots__ = ("_more", "_received", "_sent", "seconds")
+
+    def __init__(self) -> None:
+        self._sent: list[int] = []
+        self._received: list[int] = []
+        self._more = Traffic()
+        self.seconds = 0.0
+
+    def sent(self, size: int) -> None:
+        self._sent.append(size)
+
+    def received(self, size: int) -> None:
+        self._received.append(size)
+
+    def add(self, moves: Traffic) -> None:
+        self._more += moves
+
+    def traffic(self) -> Traffic:
+        sizes = Counter(max(size, 1).bit_length() - 1 for size in self._sent)
+        counted = Traffic(
+            sum(self._sent),
+            sum(self._received),
+            len(self._sent),
+            len(self._received),
+            self.seconds,
+            sizes=dict(sizes),
+        )
+        return counted + self._more
+
+
+def ring(size: int, world: int, seconds: float = 0.0) -> Traffic:
+    """Of an all-reduce of so many bytes, as the ring algorithm does it."""
+    moved, messages = 2 * size * (world - 1) // world, 2 * (world - 1)
+    sizes = {max(1, moved // messages).bit_length() - 1: messages} if messages else {}
+    return Traffic(moved, moved, messages, messages, seconds, True, sizes)
+
+
 def total(traffic: Mapping[Operation, Traffic], chosen: Callable[[Operation], bool] = lambda _: True) -> Traffic:
     """The sum over the chosen operations."""
-    return sum((t for operation, t in traffic.items() if chosen(operation)), Traffic())
+    parts = [moved for operation, moved in traffic.items() if chosen(operation)]
+    return parts[0] if len(parts) == 1 else sum(parts, Traffic())
 
 
 def merge(parts: Iterable[Mapping[Operation, Traffic]]) -> dict[Operation, Traffic]:

@@ -28,15 +28,10 @@ import torch
 from torch import Tensor
 
 from .errors import WireError
-from .kernels import coding
+from .kernels import codes
 from .kernels.coding import IndexCode, elias_fano_bytes, padded
 from .kernels.values import E4M3_SCALES, Array, ValueCode
 from .sparse import SparseVector
-
-try:
-    from .kernels import coding_cpu as codes
-except ImportError:  # no Numba: the NumPy definition of the same codes
-    codes = coding  # type: ignore[misc]
 
 MAGIC = b"okt1"
 _FRAME = struct.Struct("<QQ")

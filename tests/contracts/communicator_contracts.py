@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oktopk import CommError, Communicator
+from oktopk import CommError, Communicator, OkTopkError
 from oktopk.comm import Operation, agree, pack, packed_bytes, unpack
 
 
@@ -196,7 +196,9 @@ def contract_agree(comm: Communicator) -> None:
     for odd in {0, comm.world - 1} if comm.world > 1 else ():
         with pytest.raises(ValueError, match="disagree on density"):
             agree(comm, {"size": 5, "density": 0.2 if comm.rank == odd else 0.1})
-        with pytest.raises(ValueError, match="too wet" if comm.rank == odd else f"on rank {odd}: too wet"):
+        with pytest.raises(
+            ValueError, match="too wet" if comm.rank == odd else f"on rank {comm.known_as(odd)}: too wet"
+        ):
             agree(comm, {"size": 5}, "too wet" if comm.rank == odd else None)
     agree(comm, {"size": 5})
 
@@ -246,6 +248,20 @@ def contract_receives_may_be_posted_ahead(comm: Communicator) -> None:
     assert_same([receive.wait(deadline) for receive in receives], letters)
     for send in sends:
         send.wait(deadline)
+
+
+def contract_larger_than_its_receive_is_an_error(comm: Communicator) -> None:
+    """As the next message may be when one was lost."""
+    ahead, behind = (comm.rank + 1) % comm.world, (comm.rank - 1) % comm.world
+    if comm.world == 1:
+        return
+    operation, deadline = Operation("recv", "lost"), time.monotonic() + comm.timeout
+    receive = comm.post_recv(packed_bytes(10), behind, operation)
+    send = comm.post_send(letter(50_000), ahead, operation)
+    with pytest.raises(OkTopkError, match=rf"recv \(lost\): .*rank {comm.known_as(behind)}\b"):
+        receive.wait(deadline)
+    send.wait(deadline)
+    assert_usable(comm)
 
 
 CONTRACTS: dict[str, Callable[[Communicator], None]] = {

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import worlds
 from communicator_contracts import CONTRACTS, assert_usable, letter
 
-from oktopk import Aborted, CommError, CommTimeout, Communicator, OkTopkError, run_threads
+from oktopk import Aborted, CommError, CommTimeout, Communicator, GroupCommunicator, OkTopkError, run_threads
 from oktopk.comm import alone, packed_bytes
 
 TIMEOUT = 15.0
@@ -45,11 +46,15 @@ def silent_rank_zero(connect: Callable[..., Communicator], done: Path, options: 
     comms = {name: connect(timeout=60.0, **options) for name in SILENCED}
     for comm in comms.values():
         comm.timeout = SHORT
-    rank, world = comms["recv"].rank, comms["recv"].world
-    waited = {name: wait_in_vain(comm, name) for name, comm in comms.items() if rank}
-    (done / str(rank)).touch()
-    worlds.wait_until(lambda: len(list(done.iterdir())) == world, 60)  # a rank that ends is not silent
+    waited = {name: wait_in_vain(comm, name) for name, comm in comms.items() if comm.rank}
+    all_here(done, comms["recv"])
     return waited
+
+
+def all_here(done: Path, comm: Communicator) -> None:
+    """Wait until all ranks have come as far as this: one that ends is not silent."""
+    (done / str(comm.rank)).touch()
+    worlds.wait_until(lambda: all((done / str(rank)).exists() for rank in range(comm.world)), 60)
 
 
 def assert_timed_out(name: str, waits: list[tuple[Exception | None, float]]) -> None:
@@ -67,6 +72,22 @@ def assert_timed_out(name: str, waits: list[tuple[Exception | None, float]]) -> 
 def test_a_silent_rank_is_a_timeout_on_threads(name: str) -> None:
     waits = run_threads(3, lambda comm: wait_in_vain(comm, name) if comm.rank else None, SHORT)
     assert_timed_out(name, [wait for wait in waits if wait])
+
+
+@pytest.mark.parametrize("silent", range(4))
+def test_who_is_silent_in_a_sum_is_named_on_threads(silent: int) -> None:
+    """By whoever gives up first, though only rank 0 waits for it, and the others for rank 0."""
+
+    def job(comm: Communicator) -> str | None:
+        if comm.rank == silent:
+            return None
+        if comm.rank == (silent + 1) % 4:
+            comm.timeout = SHORT  # the others wait for longer
+        error, _ = wait_in_vain(comm, "all_reduce")
+        return str(error)
+
+    said = run_threads(4, job, 3 * SHORT)
+    assert said[(silent + 1) % 4] == f"all_reduce (silence): no message from rank {silent} within 1 s"
 
 
 SILENT_WORLDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,6 +122,27 @@ def test_a_silent_rank_is_a_timeout_on_processes(
     for outcome in waited[world]:
         assert outcome.value, outcome.trace
     assert_timed_out(name, [outcome.value[name] for outcome in waited[world]])
+    assert all("rank 0" in str(outcome.value[name][0]) for outcome in waited[world])
+
+
+def connect_late(connect: Callable[..., Communicator], done: Path) -> str | None:
+    """Rank 1 does not come until the others have given up."""
+    if dist.get_rank() == 1:
+        assert worlds.wait_until(lambda: len(list(done.iterdir())) == 2, 60)
+        return None
+    try:
+        with pytest.raises(CommError) as caught:
+            GroupCommunicator.exclusive(timeout=SHORT)
+        return str(caught.value)
+    finally:
+        (done / str(dist.get_rank())).touch()
+
+
+def test_who_does_not_come_to_connect_is_named(tmp_path: Path) -> None:
+    said = worlds.run("gloo", 3, connect_late, tmp_path)
+    for rank in (0, 2):
+        assert said[rank].startswith("barrier (connecting): ")
+        assert "rank 1" in said[rank]
 
 
 # A rank that fails.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -136,7 +137,8 @@ def test_a_large_world_has_64_bit_indices(kernels: Backend, monkeypatch: pytest.
     x = spread(1009)
     expected = kernels.select(x, 1.0, 100)
     assert expected.indices.dtype == torch.int32
-    monkeypatch.setattr(getattr(kernels, "module", kernels), "index_dtype", lambda size: torch.int64)
+    module = getattr(kernels, "module", sys.modules[kernels.select.__module__])
+    monkeypatch.setattr(module, "index_dtype", lambda size: torch.int64)
     monkeypatch.setattr(reference, "index_dtype", lambda size: torch.int64)
     found = kernels.select(x, 1.0, 100)
     absorbed = kernels.accumulate_select(torch.zeros(1009), x.clone(), 1.0, 100, True)
@@ -330,12 +332,13 @@ def all_kernels(kernels: Backend, seed: int) -> list[object]:
     parts = [sparse_part(4001, seed + j) for j in range(3)]
     picked = kernels.accumulate_select(grad, x, 2.0, 500, True)
     union = kernels.union_sum((part for part in parts), 0, 4001)
+    shared = kernels.common(*parts[1], parts[2][0])
     return [
         bits(picked.values), picked.indices.tolist(), picked.count, bits(x), bits(grad),
         kernels.kth_magnitude(x, 40), kernels.first_equal(x, float(x[7].abs()), 2).tolist(),
         kernels.scatter_add_(out, *parts[0]), sums(out), kernels.assign_(out, *parts[1]), bits(out),
         union[0].tolist(), sums(union[1]),
-        kernels.common(parts[1][0], parts[2][0]).tolist(), kernels.magnitude_histogram(x, 30_000, 99),
+        shared[0].tolist(), bits(shared[1]), kernels.magnitude_histogram(x, 30_000, 99),
         kernels.filter_at_least(*parts[1], 0.5)[0].tolist(),
     ]  # fmt: skip
 

@@ -121,7 +121,9 @@ index_sets = st.one_of(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 2**31
 @given(index_sets, index_sets, index_dtypes)
 def test_common_is_the_intersection(a: set[int], b: set[int], dtype: torch.dtype) -> None:
     first, second = (torch.tensor(sorted(s), dtype=dtype) for s in (a, b))
+    named = {index: float(place) for place, index in enumerate(sorted(a))}
     for kernels in (cpu, reference):
-        positions = kernels.common(first, second)
-        assert positions.dtype == torch.int64
-        assert first[positions].tolist() == sorted(a & b)
+        indices, values = kernels.common(first, torch.arange(len(a), dtype=torch.float32), second)
+        assert (indices.dtype, values.dtype) == (dtype, torch.float32)
+        assert indices.tolist() == sorted(a & b)
+        assert values.tolist() == [named[index] for index in sorted(a & b)]

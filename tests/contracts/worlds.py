@@ -235,7 +235,9 @@ def _gloo_rank(directory: Path, rank: int, size: int, job: Callable[..., Any], a
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
 
     def connect(**options: Any) -> oktopk.GroupCommunicator:
-        return oktopk.GroupCommunicator(dist.new_group(), **options)
+        group = dist.new_group()
+        dist.barrier(group)  # who hung up now would break the connecting of others
+        return oktopk.GroupCommunicator(group, **options)
 
     code = _run_job(directory, rank, connect, job, args)
     gc.collect()
@@ -251,5 +253,5 @@ def _mpi_rank(path: str) -> None:
     code = _run_job(directory, MPI.COMM_WORLD.Get_rank(), oktopk.MPICommunicator, job, args)
     # A rank that has met a timeout aborts all others as it ends: let them report first.
     reports = [directory / f"{rank}.outcome" for rank in range(MPI.COMM_WORLD.Get_size())]
-    wait_until(lambda: all(report.exists() for report in reports), 2)
+    wait_until(lambda: all(report.exists() for report in reports), 6)
     sys.exit(code)

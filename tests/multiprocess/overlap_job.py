@@ -69,7 +69,9 @@ def train() -> list[dict[str, Any]]:
     layers[0].register_forward_hook(watch)
     ddp = DistributedDataParallel(model, bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
     sink = MemorySink()
-    state = oktopk.OkTopkState(density=0.01, warmup_steps=WARMUP, auto=False, sinks=[sink], timeout=TIMEOUT)
+    state = oktopk.OkTopkState(
+        density=0.01, warmup_steps=WARMUP, auto=False, join=0, sinks=[sink], timeout=TIMEOUT
+    )
     state.register(ddp)
     x = torch.randn(BATCH, WIDTH)
     for _ in range(STEPS):

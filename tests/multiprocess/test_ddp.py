@@ -33,6 +33,7 @@ from training import (
 )
 
 import oktopk
+from oktopk.settings import Settings
 from oktopk.sinks import MemorySink
 
 CAP = 0.001
@@ -89,38 +90,47 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., No
 }
 
 
-def weighed(case: str, named: bool) -> Weighed:
+def weighed(case: str, named: bool, **settings: Any) -> Weighed:
     """Ten sparse steps; DDP rebuilds its buckets after the first."""
     make, ddp, run = CASES[case]
     net = DDP(make(), bucket_cap_mb=CAP, **ddp)
     optimizer, sink = sgd(net), MemorySink()
-    with hook_up(net, optimizer, named, sinks=[sink]) as state:
+    with hook_up(net, optimizer, named, sinks=[sink], **settings) as state:
         mass = weigh(net, optimizer, state, 10, run)
     layouts = [[reduction.volume.size for reduction in step.reductions] for step in sink.steps]
     return Weighed(mass, parameters_of(net), layouts, all(step.phase == "sparse" for step in sink.steps))
 
 
-def weigh_both(connect: Callable[..., Any], case: str) -> dict[bool, Weighed]:
-    return {named: weighed(case, named) for named in (True, False)}
+WAYS: dict[str, dict[str, Any]] = {
+    "with names": {"named": True},
+    "without names": {"named": False},
+    "sharing messages": {"named": True, "join": Settings.join},
+}
+
+
+def weigh_all(connect: Callable[..., Any], case: str) -> dict[str, Weighed]:
+    return {way: weighed(case, **options) for way, options in WAYS.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_agree_and_mass_is_conserved(case: str) -> None:
-    """Entry by entry: residuals of all ranks + P * applied = gradients; with and without names."""
-    ranks = worlds.run("gloo", 2, weigh_both, case)
+    """Entry by entry: residuals of all ranks + P * applied = gradients."""
+    ranks = worlds.run("gloo", 2, weigh_all, case)
     start = parameters_of(CASES[case][0]())
-    for named in (True, False):
-        first = ranks[0][named]
+    for way, options in WAYS.items():
+        first = ranks[0][way]
         assert first.sparse
         assert len(first.layouts) == 10
-        if "branch" not in case:
-            assert len(first.layouts[0]) < len(first.layouts[-1]), "DDP was to rebuild its buckets"
+        if "join" in options:
+            assert {len(layout) for layout in first.layouts} == {1}
+        elif "branch" not in case:
+            assert first.layouts[0] != first.layouts[-1], "DDP was to rebuild its buckets"
         assert not same_bits(first.parameters, start)
         for name, p in first.parameters.items():
             assert p.dtype == start[name].dtype
             assert bool(p.isfinite().all())
-        assert all(same_bits(first.parameters, rank[named].parameters) for rank in ranks)
-        assert_conserved([rank[named].mass for rank in ranks])
+        assert all(same_bits(first.parameters, rank[way].parameters) for rank in ranks)
+        assert_conserved([rank[way].mass for rank in ranks])
 
 
 def uneven(connect: Callable[..., Any]) -> dict[bool, tuple[Mass, Parameters, int]]:
@@ -281,3 +291,22 @@ def test_mistakes_are_clear_errors() -> None:
             assert "every DDP model needs an OkTopkState of its own" in heard[case], case
         assert "set that of Adam to 0, or take plain SGD" in heard["guard"]
         assert "set that of SGD to 0, or take plain SGD" in heard["register with momentum"]
+
+
+def first_steps(connect: Callable[..., Any], options: dict[str, Any], cap: float) -> list[list[int]]:
+    """The sizes of buckets in the first step, and in the second, when DDP has made its own."""
+    net, sink = DDP(mlp(), bucket_cap_mb=cap), MemorySink()
+    with hook_up(net, sinks=[sink], **options):
+        for step in range(2):
+            backward(net, dist.get_rank(), step)
+    return [[reduction.volume.size for reduction in event.reductions] for event in sink.steps]
+
+
+def test_a_sparse_first_step_goes_in_pieces_like_those_that_follow() -> None:
+    """DDP hands over the whole model at once. A dense one is left whole: only that gives DDP's bits."""
+    for first, second in worlds.run("gloo", 2, first_steps, {}, CAP):
+        assert len(first) >= len(second) > 1
+        assert max(first) <= max(second)
+        assert sum(first) == sum(second)
+    for options, cap in (({}, 25.0), ({"warmup_steps": 5}, CAP)):
+        assert all(len(first) == 1 for first, _ in worlds.run("gloo", 2, first_steps, options, cap))

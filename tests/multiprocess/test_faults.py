@@ -46,7 +46,7 @@ def assert_survivors_know(ranks: worlds.Ranks) -> list[BaseException | None]:
     errors = [ranks.outcome(rank).error for rank in SURVIVORS]
     for error in errors:
         assert isinstance(error, CommError), repr(error)
-        assert re.match(r"\w+ \(\w+\): ", str(error)), error
+        assert re.match(r"\w+ \([\w ]+\): ", str(error)), error
     assert any(f"rank {VICTIM}" in str(error) or "the other ranks" in str(error) for error in errors), errors
     return errors
 

@@ -19,17 +19,10 @@ FIRST = 2
 ALMOST = 0.75
 """The share of steps in which that must be so: others use this machine too."""
 
-TRIES = 3
-pytestmark = pytest.mark.timeout(500)  # all of them, on a machine that is busy with other tests
+TRIES = 6
+pytestmark = pytest.mark.timeout(800)  # all of them, on a machine that is busy with other tests
 
 Step = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def runs(buildable: None) -> dict[str, list[list[Step]]]:
-    """The steps of every rank, as usual and with the worker held back."""
-    with Lab(HOSTS, rate="1gbit") as lab:
-        return {"usual": undisturbed(lab), "held": steps_of_ranks(lab, "--hold")}
 
 
 def undisturbed(lab: Lab) -> list[list[Step]]:
@@ -63,20 +56,16 @@ def overlaps(steps: list[Step]) -> bool:
     return statistics.fmean(map(overlapped, steps)) >= ALMOST
 
 
-@pytest.mark.parametrize("rank", range(HOSTS))
-@pytest.mark.parametrize("phase", [DENSE, SPARSE])
-def test_the_first_buckets_are_exchanged_during_backward(
-    runs: dict[str, list[list[Step]]], phase: str, rank: int
-) -> None:
-    assert overlaps(of_phase(runs["usual"][rank], phase))
+def test_the_first_buckets_are_exchanged_during_backward_unless_the_worker_is_held_back(buildable: None) -> None:
+    """The check can fail: nothing is hidden when all buckets wait for the end of backward.
 
-
-@pytest.mark.parametrize("rank", range(HOSTS))
-@pytest.mark.parametrize("phase", [DENSE, SPARSE])
-def test_a_worker_that_is_held_back_does_not_overlap(
-    runs: dict[str, list[list[Step]]], phase: str, rank: int
-) -> None:
-    """The check above can fail: nothing is hidden when all buckets wait for the end of backward."""
-    steps = of_phase(runs["held"][rank], phase)
-    assert not overlaps(steps)
-    assert all(min(step["stops"]) > step["handed_over"] for step in steps)
+    Sparse ones: dense sums do not wait for the worker.
+    """
+    with Lab(HOSTS, rate="1gbit") as lab:
+        usual, held = undisturbed(lab), steps_of_ranks(lab, "--hold")
+    for rank in range(HOSTS):
+        assert overlaps(of_phase(usual[rank], DENSE))
+        assert overlaps(of_phase(usual[rank], SPARSE))
+        steps = of_phase(held[rank], SPARSE)
+        assert not overlaps(steps)
+        assert all(min(step["stops"]) > step["handed_over"] for step in steps)

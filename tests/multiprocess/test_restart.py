@@ -46,10 +46,11 @@ def undisturbed_rank(connect: object, directory: Path) -> None:
     restart_job.train(directory, die_at=None)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def runs(folder: Path) -> tuple[Path, Path]:
     """The directories of a run in which a rank is killed, and of an undisturbed one."""
-    killed, undisturbed = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("undisturbed")
+    killed, undisturbed = folder / "killed", folder / "undisturbed"
+    killed.mkdir()
+    undisturbed.mkdir()
     output = torchrun(killed, "--die-at", str(DIE_AT))
     assert "exitcode: -9" in output  # torchrun says why it has started all ranks again
     worlds.run("gloo", P, undisturbed_rank, undisturbed)
@@ -77,20 +78,17 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other or (one != one and other != other), where
 
 
-@pytest.mark.parametrize("rank", range(P))
-def test_a_restart_resumes_from_the_last_checkpoint_with_the_residuals(runs: tuple[Path, Path], rank: int) -> None:
-    killed, undisturbed = runs
-    saved = load(restart_job.checkpoint(killed, rank, RESUME_AT))["oktopk"]
-    resumed = load(killed / f"resumed-rank{rank}.pt")
-    assert resumed["step"] == resumed["oktopk"]["step"] == RESUME_AT
-    assert_same(resumed["oktopk"], saved)
-    assert all(residual.count_nonzero() for residual in resumed["oktopk"]["residuals"].values())
-    assert len(resumed["oktopk"]["buckets"]) > 1
+def test_a_restart_resumes_with_the_residuals_and_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    killed, undisturbed = runs(tmp_path)
+    for rank in range(P):
+        saved = load(restart_job.checkpoint(killed, rank, RESUME_AT))["oktopk"]
+        resumed = load(killed / f"resumed-rank{rank}.pt")
+        assert resumed["step"] == resumed["oktopk"]["step"] == RESUME_AT
+        assert_same(resumed["oktopk"], saved)
+        assert all(residual.count_nonzero() for residual in resumed["oktopk"]["residuals"].values())
+        assert len(resumed["oktopk"]["buckets"]) > 1
     assert not list(undisturbed.glob("resumed-*"))
 
-
-def test_the_end_is_that_of_an_undisturbed_run_to_the_bit(runs: tuple[Path, Path]) -> None:
-    killed, undisturbed = runs
     ends = [(load(killed / f"final-rank{r}.pt"), load(undisturbed / f"final-rank{r}.pt")) for r in range(P)]
     for end, expected in ends:
         assert_same(end, expected)

@@ -89,7 +89,7 @@ def hook_up(
     net: DDP, optimizer: torch.optim.Optimizer | None = None, named: bool = True, **options: Any
 ) -> oktopk.OkTopkState:
     """Both ways to register the hook: register() tells the state the names, register_comm_hook() does not."""
-    settings: dict[str, Any] = {"density": 0.05, "warmup_steps": 0, "auto": False, "timeout": 30.0}
+    settings: dict[str, Any] = {"density": 0.05, "warmup_steps": 0, "auto": False, "timeout": 30.0, "join": 0}
     state = oktopk.OkTopkState(**settings | options)
     if named:
         return state.register(net, optimizer)
@@ -135,7 +135,7 @@ def error_of(action: Callable[[], Any]) -> str:
 # The same training through each front end.
 
 
-def with_hook(plan: Plan, steps: int, **options: Any) -> Run:
+def with_hook(plan: Plan, steps: int, join: int = 0, **options: Any) -> Run:
     net = DDP(mlp(), bucket_cap_mb=0.003)
     optimizer, sink = sgd(net), MemorySink()
     names = {p: name for name, p in net.module.named_parameters()}
@@ -148,7 +148,7 @@ def with_hook(plan: Plan, steps: int, **options: Any) -> Run:
         return oktopk.oktopk_hook(state, bucket)
 
     named = net.module.named_parameters()
-    with oktopk.OkTopkState(buckets=plan, named_parameters=named, sinks=[sink], **options) as state:
+    with oktopk.OkTopkState(buckets=plan, named_parameters=named, sinks=[sink], join=join, **options) as state:
         net.register_comm_hook(state, recorded)
         train(net, optimizer, range(steps))
     return Run(parameters_of(net), sparse_steps(sink), layouts)
@@ -156,14 +156,16 @@ def with_hook(plan: Plan, steps: int, **options: Any) -> Run:
 
 def with_wrapper(plan: Plan, steps: int, **options: Any) -> Run:
     net, sink = mlp(), MemorySink()
-    with oktopk.DistributedOptimizer(sgd(net), model=net, buckets=plan, sinks=[sink], **options) as optimizer:
+    with oktopk.DistributedOptimizer(
+        sgd(net), model=net, buckets=plan, sinks=[sink], join=0, **options
+    ) as optimizer:
         train(net, optimizer, range(steps))
     return Run(parameters_of(net), sparse_steps(sink))
 
 
 def with_loop(plan: Plan, steps: int, **options: Any) -> Run:
     net, sink = mlp(), MemorySink()
-    with oktopk.AllReducer(net.named_parameters(), buckets=plan, sinks=[sink], **options) as reducer:
+    with oktopk.AllReducer(net.named_parameters(), buckets=plan, sinks=[sink], join=0, **options) as reducer:
         train(
             net, sgd(net), range(steps), lambda: reducer.sync({name: p.grad for name, p in net.named_parameters()})
         )

@@ -67,7 +67,7 @@ def gradients(rank: int, step: int) -> Grads:
 
 
 def reducer_on(comm: oktopk.Communicator | None, compressor: Any = "oktopk", **options: Any) -> oktopk.AllReducer:
-    defaults: dict[str, Any] = {"density": 0.05, "warmup_steps": 2, "buckets": "model"}
+    defaults: dict[str, Any] = {"density": 0.05, "warmup_steps": 2, "buckets": "model", "join": 0}
     return oktopk.AllReducer(parameters().items(), compressor, comm=comm, **(defaults | options))
 
 

@@ -111,7 +111,10 @@ class Broken(RuntimeError):
 def test_an_error_in_the_worker_reaches_every_main_thread(
     world: int, algorithm: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failing rank sees where it happened; the others are told who failed, long before their timeout."""
+    """The failing rank sees where it happened; the others are told who failed, long before their timeout.
+
+    They hear of it when they communicate next: in the same step, or in the one before if they are still in it.
+    """
     reduce = algorithm.reduce
 
     def snaps_in_step_3(self: Any, channel: Any, *args: Any) -> Any:
@@ -139,15 +142,16 @@ def test_an_error_in_the_worker_reaches_every_main_thread(
 
     start = time.monotonic()
     with pytest.raises(Broken):
-        on_ranks(world, job, timeout=60.0)
-    assert time.monotonic() - start < 30.0  # half of the timeout: nobody waited for it
+        on_ranks(world, job, timeout=100.0)
+    assert time.monotonic() - start < 50.0  # half of the timeout: nobody waited for it
     assert sorted(seen) == list(range(world))
     for rank, (steps, error) in seen.items():
-        assert steps == 3
         if rank == world - 1:
+            assert steps == 3
             assert isinstance(error, Broken)
             assert "snaps_in_step_3" in "".join(traceback.format_exception(error))
         else:
+            assert steps in (2, 3)
             assert isinstance(error, oktopk.Aborted)
             assert f"rank {world - 1} failed" in str(error)
             assert "a broken algorithm" in str(error)

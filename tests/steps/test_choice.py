@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,10 @@ import pytest
 import stepping
 
 import oktopk
-from oktopk import choice, lane
+from oktopk import choice, lanes
 from oktopk.account import Account
 from oktopk.metrics import ReductionEvent
+from oktopk.ways import Ways
 
 Clock = Callable[[int, int, int, str], float]
 """clock(rank, step, bucket, phase): seconds that a reduction takes."""
@@ -32,7 +33,13 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
             event = super().close(phase, *args, **facts)
             return replace(event, start=0.0, stop=clock(self.meter.rank, self.step, self.bucket, phase))
 
-    monkeypatch.setattr(lane, "Account", Faked)
+    monkeypatch.setattr(lanes, "Account", Faked)
+    set_steps(monkeypatch, lambda parts: sum(part.stop - part.start for part in parts))
+
+
+def set_steps(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Sequence[ReductionEvent]], float]) -> None:
+    """How long a step takes that has these reductions."""
+    monkeypatch.setattr(Ways, "seconds", staticmethod(lambda reductions, start: seconds(reductions)))
 
 
 def run_auto(world: int, steps: int, warmup: int, **options: Any) -> list[tuple[list[str], dict[str, float]]]:
@@ -74,24 +81,41 @@ def test_a_tie_goes_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ways[-1] == "dd"
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_whole_steps_count_more_than_their_reductions(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """Each reduction is faster sparse, but the dense ones were hidden behind backward: steps are faster dense."""
+    set_clock(monkeypatch, lambda rank, step, bucket, phase: 3.0 if phase == "dense" else 1.0)
+    set_steps(monkeypatch, lambda parts: 1.0 if parts[0].phase == "dense" else 2.0)
+    for ways, figures in run_auto(world, 5 + choice.TRIAL + 2, warmup=5):
+        assert ways[-2:] == ["dd", "dd"]
+        assert (figures["dense_step_seconds"], figures["sparse_step_seconds"]) == (1.0, 2.0)
+
+
+def test_sparse_steps_that_pay_stay_whatever_single_reductions_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_clock(monkeypatch, lambda rank, step, bucket, phase: 1.0 if phase == "dense" else 3.0)
+    set_steps(monkeypatch, lambda parts: 2.0 if parts[0].phase == "dense" else 1.0)
+    ((ways, _),) = run_auto(1, 5 + choice.TRIAL + 2, warmup=5)
+    assert ways[-2:] == ["ss", "ss"]
+
+
 @pytest.mark.parametrize("slow_rank", [0, 1, 2])
 def test_all_ranks_decide_alike_whatever_their_own_clocks_say(
     monkeypatch: pytest.MonkeyPatch, slow_rank: int
 ) -> None:
-    """One rank finds sparse slow, the others find it a little faster; the mean over ranks decides."""
+    """One rank finds sparse slow, the others find it faster; the mean over ranks decides."""
 
     def clock(rank: int, step: int, bucket: int, phase: str) -> float:
         if phase == "dense":
             return 1.0
-        loss = 2.0 if bucket == 0 else 1.3  # the mean is 1.2, and 0.97 - a little
-        return loss if rank == slow_rank else 0.8
+        loss, gain = (2.0, 0.8) if bucket == 0 else (1.3, 0.2)  # the mean is 1.2, and 1.7 / 3
+        return loss if rank == slow_rank else gain
 
     set_clock(monkeypatch, clock)
     by_rank = run_auto(3, 5 + choice.TRIAL + 2, warmup=5)
     for ways, figures in by_rank:
         assert ways[-2:] == ["ds", "ds"]
         assert figures["bucket0/sparse_seconds"] == pytest.approx(1.2)
-        assert figures["bucket1/sparse_seconds"] == pytest.approx(2.9 / 3)
+        assert figures["bucket1/sparse_seconds"] == pytest.approx(1.7 / 3)
     assert len({tuple(ways) for ways, _ in by_rank}) == 1
 
 
@@ -126,7 +150,8 @@ def test_trials_wait_for_the_ramp_to_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_other_way_is_tested_again_at_doubling_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bucket 0 stays sparse, bucket 1 stays dense, but both are tried the other way now and then."""
-    set_clock(monkeypatch, lambda rank, step, bucket, phase: 2.0 if (phase == "dense") == (bucket == 0) else 1.0)
+    seconds = {(0, "dense"): 4.0, (0, "sparse"): 1.0, (1, "dense"): 1.0, (1, "sparse"): 2.0}
+    set_clock(monkeypatch, lambda rank, step, bucket, phase: seconds[bucket, phase])
     warmup, steps = 4, 4 + 4 * RETEST + 10
     for ways, _ in run_auto(2, steps, warmup):
         tried = {t - warmup for t, way in enumerate(ways) if t >= warmup + choice.TRIAL and way == "ds"}
@@ -169,7 +194,8 @@ def test_buckets_that_a_lost_step_left_out_are_not_timed(monkeypatch: pytest.Mon
 
 
 def test_the_decision_survives_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_clock(monkeypatch, lambda rank, step, bucket, phase: 1.0 if (phase == "dense") == (bucket == 0) else 9.0)
+    seconds = {(0, "dense"): 1.0, (0, "sparse"): 9.0, (1, "dense"): 19.0, (1, "sparse"): 1.0}
+    set_clock(monkeypatch, lambda rank, step, bucket, phase: seconds[bucket, phase])
 
     def job(comm: oktopk.Communicator) -> tuple[str, dict[str, float]]:
         with stepping.reducer_on(comm, auto=True, warmup_steps=4, buckets=TWO) as reducer:
@@ -198,6 +224,21 @@ def test_a_run_resumed_just_before_a_re_test_knows_what_was_agreed(monkeypatch: 
             return [r.event.phase for r in stepping.record_steps(resumed, comm.rank, range(5))]
 
     assert stepping.on_ranks(1, job) == [["sparse"] * choice.RETRIAL + ["dense"]]
+
+
+def test_a_run_resumed_before_its_first_decision_knows_its_dense_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its warm-up was before the checkpoint, all sparse steps come after it."""
+    set_clock(monkeypatch, lambda rank, step, bucket, phase: 1.0 if phase == "dense" else 9.0)
+
+    def job(comm: oktopk.Communicator) -> list[str]:
+        with stepping.reducer_on(comm, auto=True, warmup_steps=4) as reducer:
+            stepping.record_steps(reducer, comm.rank, range(4))
+            state = reducer.state_dict()
+        with stepping.reducer_on(comm, auto=True, warmup_steps=4) as resumed:
+            resumed.load_state_dict(state)
+            return [r.event.phase for r in stepping.record_steps(resumed, comm.rank, range(4, choice.TRIAL + 5))]
+
+    assert stepping.on_ranks(3, job) == 3 * [["sparse"] * choice.TRIAL + ["dense"]]
 
 
 def test_momentum_correction_and_a_changing_way_keep_replicas_identical(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def wrap(
 ) -> oktopk.DistributedOptimizer:
     """Two buckets, some dense steps, then sparse ones."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    defaults: dict[str, Any] = {"density": 0.1, "warmup_steps": 2, "auto": False}
+    defaults: dict[str, Any] = {"density": 0.1, "warmup_steps": 2, "auto": False, "join": 0}
     defaults["buckets"] = [names[len(names) // 2 :], names[: len(names) // 2]]
     return oktopk.DistributedOptimizer(make(model.parameters()), model=model, comm=comm, **(defaults | options))
 

@@ -31,18 +31,20 @@ PATIENCE = 250
 
 
 def watched() -> dict[Operation, Traffic]:
-    """Fills with what a meter adds up. What the training loop has to say besides reductions goes around it."""
+    """Fills with what meters count. What the training loop has to say besides reductions goes around them."""
     counted: dict[Operation, Traffic] = {}
-    add, run = Metered._add, Pipeline.run
+    take, run = Metered.take, Pipeline.run
 
-    def noted(meter: Metered, operation: Operation, moved: Traffic) -> None:
-        counted[operation] = counted.get(operation, Traffic()) + moved
-        add(meter, operation, moved)
+    def noted(meter: Metered) -> dict[Operation, Traffic]:
+        taken = take(meter)
+        for operation, moved in taken.items():
+            counted[operation] = counted.get(operation, Traffic()) + moved
+        return taken
 
     def around(reducer: Pipeline, job: Callable[[Communicator], None]) -> None:
         run(reducer, lambda meter: job(meter.inner if isinstance(meter, Metered) else meter))
 
-    Metered._add, Pipeline.run = noted, around  # type: ignore[method-assign]
+    Metered.take, Pipeline.run = noted, around  # type: ignore[method-assign]
     return counted
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from oktopk.metrics import DENSE, SPARSE, ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
 from oktopk.sinks import JSONLSink
+from oktopk.tools.report.live import Server
 from oktopk.traffic import Operation, Traffic
 
 SIZE, K = 1000, 10
@@ -125,3 +129,16 @@ def write_steps(
     sink.add("epoch", last, {"epoch": 0, "sent_bytes": sent, "phases": {phase: {"steps": 4} for phase in sent}})
     sink.add("validation", last, {"epoch": 0, "val loss": 6.5, "val WER": 1.25})
     sink.close()
+
+
+@contextmanager
+def served(run: Path) -> Iterator[Server]:
+    """A live report of a run."""
+    with Server([run]) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield running
+        finally:
+            running.shutdown()
+            thread.join(60)

@@ -31,7 +31,8 @@ def watched(lab: Lab, folder: Path) -> tuple[list[list[int]], list[Kinds]]:
     job = lab.start([sys.executable, report_lab_job.__file__, str(folder)])
     for step in PAUSES:
         waiting = [metered_file(folder, rank, step) for rank in range(HOSTS)]
-        assert wait_until(lambda files=waiting: all(file.exists() for file in files), PATIENCE)
+        there = wait_until(lambda files=waiting: all(file.exists() for file in files), PATIENCE)
+        assert there, [result.describe() for result in job.end()]
         sent.append([host.sent_bytes for host in lab.counters()])
         said.append(reported(figures(folder)))
         (folder / f"go-{step}").touch()

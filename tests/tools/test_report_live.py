@@ -7,14 +7,13 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bench_machine import heeded
-from report_runs import write_run, write_steps
+from report_runs import served, write_run, write_steps
 
 from oktopk.cli import main
 from oktopk.tools.report.live import LOOPBACK, Server
@@ -24,14 +23,8 @@ pytestmark = pytest.mark.timeout(400)  # a busy machine takes long to import tor
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    with Server([write_run(tmp_path, steps=6, warmup=2)]) as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield running
-        finally:
-            running.shutdown()
-            thread.join(60)
+    with served(write_run(tmp_path, steps=6, warmup=2)) as running:
+        yield running
 
 
 def ask(
@@ -56,13 +49,10 @@ def test_the_page_and_its_state_and_nothing_else(server: Server, tmp_path: Path)
         assert ask(server, path)[0] == 404, path
 
 
-def test_get_and_head_only(server: Server) -> None:
-    status, body, headers = ask(server, "/", "HEAD")
-    assert (status, body) == (200, b"")
-    assert int(headers["Content-Length"]) > 4_000_000
-    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+def test_get_only(server: Server) -> None:
+    assert ask(server, "/", "HEAD")[:2] == (405, b"")
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         assert ask(server, "/", method)[0] == 405, method
-    assert ask(server, "/", "TRACE")[0] == 501
 
 
 def test_who_asks_under_another_name_is_refused(server: Server) -> None:

@@ -14,7 +14,15 @@ import pytest
 
 from oktopk.train import launch
 from oktopk.train.config import ConfigError
-from oktopk.train.launch import Place, _first_host, _rendezvous_of_slurm, check_world, find_place, run_ranks
+from oktopk.train.launch import (
+    Place,
+    _first_host,
+    _rendezvous_of_slurm,
+    check_world,
+    find_place,
+    restart_problem,
+    run_ranks,
+)
 from oktopk.train.stop import Stop
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -75,6 +83,15 @@ def test_item_19_nworkers_must_be_the_real_number_of_ranks() -> None:
 )
 def test_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
     assert _first_host(hosts) == first
+
+
+def test_a_job_that_may_be_restarted_is_told_of_a_store_that_outlives_its_ranks() -> None:
+    kept, restarts = {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(restart_problem({**kept, **restarts}))
+    assert restart_problem({**kept, "TORCHELASTIC_MAX_RESTARTS": "0"}) is None
+    assert restart_problem({**restarts, "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
+    assert restart_problem({}) is None
+    assert restart_problem(kept) is None  # what --ranks starts
 
 
 def test_all_ranks_of_srun_find_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:

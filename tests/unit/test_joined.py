@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -92,26 +94,68 @@ def test_a_step_is_taken_back():
     assert not work(several).any()
 
 
+PARAMETERS = {"a": 300, "b": 71, "c": 1200}
+WHOLE, APART = "model", [["a"], ["b"], ["c"]]
+LOST = 3
+"""The step in which one rank has a number that is not finite."""
+
+
+def reducer_on(comm, plan, **options):
+    named = [(name, torch.nn.Parameter(torch.zeros(size))) for name, size in PARAMETERS.items()]
+    defaults = {"density": 0.05, "warmup_steps": 0, "auto": False}
+    return AllReducer(named, comm=comm, buckets=plan, **(defaults | options))
+
+
+def synced(reducer, rank: int, steps: Iterable[int]) -> list[object]:
+    found = []
+    for step in steps:
+        grads = {name: heavy(size, 97 * step + rank) for name, size in PARAMETERS.items()}
+        if step == LOST and rank == 0:
+            grads["b"][7] = torch.nan
+        sums = {name: grad.tolist() for name, grad in reducer.sync(grads).items()}
+        found.append((sums, reducer.last.skipped, reducer.last.culprits, len(reducer.last.reductions)))
+    return found
+
+
+def held(reducer) -> object:
+    saved = reducer.state_dict()
+    return {name: part.tolist() for name, part in saved["residuals"].items()}
+
+
 @pytest.mark.parametrize("algorithm", ["oktopk", "topka", "topkdsa", "gtopk", "gaussiank"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_small_buckets_give_what_one_bucket_gives(algorithm: str, world: int):
-    """They share messages, k and thresholds, so that it does not matter how parameters lie in buckets."""
-    sizes = {"a": 300, "b": 71, "c": 1200}
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"values": "e4m3"}], ids=["plain", "momentum", "e4m3"])
+def test_small_buckets_give_what_one_bucket_gives(algorithm: str, world: int, options: dict[str, object]):
+    """They share messages, k and thresholds, so that it does not matter how parameters lie in buckets.
+
+    A step that is lost is lost for all of them, and their residuals are as before.
+    """
 
     def train(comm, plan):
-        with AllReducer(
-            [(name, torch.nn.Parameter(torch.zeros(size))) for name, size in sizes.items()],
-            compressor=algorithm, density=0.05, warmup_steps=0, comm=comm, buckets=plan, auto=False, join=10_000,
-        ) as reducer:  # fmt: skip
-            found = []
-            for step in range(6):
-                grads = {name: heavy(size, 97 * step + comm.rank) for name, size in sizes.items()}
-                found.append({name: grad.tolist() for name, grad in reducer.sync(grads).items()})
-            return found, reducer.last.wire.sent_messages, len(reducer.last.reductions)
+        with reducer_on(comm, plan, compressor=algorithm, **options) as reducer:
+            found = synced(reducer, comm.rank, range(6))
+            return found, held(reducer), reducer.last.wire.sent_messages
 
-    whole = run_threads(world, lambda comm: train(comm, "model"))
-    apart = run_threads(world, lambda comm: train(comm, [["a"], ["b"], ["c"]]))
-    assert whole == apart
+    whole = run_threads(world, lambda comm: train(comm, WHOLE))
+    assert whole == run_threads(world, lambda comm: train(comm, APART))
+    assert [step[1] for step in whole[0][0]] == [step == LOST for step in range(6)]
+
+
+@pytest.mark.parametrize("plan", [WHOLE, APART], ids=["one bucket", "three"])
+def test_joined_buckets_resume_to_the_bit(plan):
+    def through(comm):
+        with reducer_on(comm, plan) as reducer:
+            return synced(reducer, comm.rank, range(8))
+
+    def in_two(comm):
+        with reducer_on(comm, plan) as first:
+            before = synced(first, comm.rank, range(5))
+            saved = first.state_dict()
+        with reducer_on(comm, plan) as second:
+            second.load_state_dict(saved)
+            return before + synced(second, comm.rank, range(5, 8))
+
+    assert run_threads(3, through) == run_threads(3, in_two)
 
 
 def test_a_mean_goes_to_all_members_and_a_copy_is_there_for_who_asks():

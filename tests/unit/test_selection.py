@@ -435,3 +435,16 @@ def test_gaussian_never_selects_more(kernels: Backend, x: Tensor, data: st.DataO
     worth_sending = int((x.abs() >= SMALLEST).sum()) if k < x.numel() else k
     assert min(worth_sending, math.ceil(2 * k / 3)) <= len(chosen.vector) <= max(k, math.floor(4 * k / 3))
     assert k == x.numel() or (chosen.vector.values.abs() >= SMALLEST).all()
+
+
+def test_residuals_that_grow_are_followed_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thin tail: where all entries grow by some percent, several times as many lie above the old threshold."""
+    searches, search = [], Accumulator.kth_magnitude
+    monkeypatch.setattr(Accumulator, "kth_magnitude", lambda acc, k: searches.append(k) or search(acc, k))
+    random = torch.Generator().manual_seed(3)
+    residual, tracker, k = torch.zeros(100_000), None, 1000
+    for _ in range(30):
+        acc = Accumulator(torch.randn(100_000, generator=random), residual)
+        chosen, tracker = TrackedSelection(exact_every=1000).select(acc, k, tracker)
+        assert in_band(len(chosen.vector), k)
+    assert searches == [k]  # in the first step, when nothing is known yet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk.sparse import SparseVector, sum_in_region
+from oktopk.sparse import SparseVector, all_finite, sum_in_region
 
 SIZES = [0, 1, 31, 32, 33, 97]
 sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 200))
@@ -132,3 +133,26 @@ def test_entries_are_taken_by_slice_mask_or_position(data: st.DataObject, x: Spa
     middle = data.draw(st.integers(0, len(x)))
     assert same(SparseVector.join([x[:middle], x[middle:]]), x)
     assert torch.equal(x.with_values(-x.values).dense(), -x.dense())
+
+
+LARGEST = torch.finfo(torch.float32).max
+NUMBERS: dict[str, tuple[list[float], bool]] = {
+    "none": ([], True),
+    "ordinary ones": ([1.0, -2.5, 0.0], True),
+    "a sum that overflows": ([LARGEST, LARGEST, 1.0], True),
+    "NaN": ([1.0, math.nan, LARGEST], False),
+    "infinity": ([0.0, math.inf], False),
+    "infinities that cancel": ([math.inf, -math.inf], False),
+    "minus infinity": ([-math.inf, 3.0], False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", NUMBERS)
+def test_all_finite_looks_at_every_number(case: str, dtype: torch.dtype) -> None:
+    numbers, finite = NUMBERS[case]
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([min(max(n, -largest), largest) if math.isfinite(n) else n for n in numbers], dtype=dtype)
+    for padding in (0, 1, 1000):
+        padded = torch.cat([torch.zeros(padding, dtype=dtype), x, torch.zeros(padding // 2, dtype=dtype)])
+        assert all_finite(padded) is finite

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..accumulator import Accumulator
@@ -92,7 +93,7 @@ def split_and_reduce(
     sent, incoming = channel.exchange(local.split(edges), edges, limit)
     sums = sum_in_region(chain([sent[rank]], incoming), edges[rank], edges[rank + 1], local.size)
     channel.note(all_finite(sums.values))
-    return sums, SparseVector.join(sent)
+    return sums, local.with_values(torch.cat([part.values for part in sent]))
 
 
 def rounding_error(exact: SparseVector, seen: SparseVector) -> list[SparseVector]:

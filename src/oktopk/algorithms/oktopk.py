@@ -24,7 +24,7 @@ import torch
 from .. import wire
 from ..accumulator import Accumulator
 from ..channel import Channel
-from ..comm import Communicator, pack, packed_bytes, unpack
+from ..comm import Communicator
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
 from ..selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
 from ..sparse import SparseVector
@@ -215,8 +215,7 @@ def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
     if comm.world * k <= _FEW:
         own = sums.values.abs().cpu()
         own = own.topk(min(k, own.numel())).values
-        gathered = comm.all_gather(pack(own), packed_bytes(4 * k), "magnitudes", control=True)
-        candidates = torch.cat([unpack(message, torch.float32) for message in gathered])
+        candidates = torch.cat(comm.all_gather_sealed(own, 4 * k, "magnitudes"))
         return candidates.topk(k).values[-1].item() if candidates.numel() >= k else 0.0
     bits = sums.values.abs().cpu().contiguous().view(torch.int32).to(torch.int64)
     prefix = 0

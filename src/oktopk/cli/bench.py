@@ -5,6 +5,7 @@
     oktopk bench --link 1gbit --model transformer --bucket-mb 1    a network that computes
     oktopk bench --contenders ddp,powersgd,oktopk --figure bench.png
     oktopk bench --contenders ddp,oktopk,oktopk:fp16,oktopk:auto   variants of ours
+    oktopk bench --link 1gbit --ranks-per-host 2 --contenders ddp,oktopk,oktopk:hosts
 
 A step is the backward pass with the exchange of gradients; forward and optimizer do not count. Contenders take
 turns step by step, so that what disturbs the machine disturbs all of them. Ctrl-C leaves nothing behind.
@@ -46,6 +47,13 @@ NO_LINK = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = ", ".join(f"{name} {size / 1e6:.4g}M" for name, (size, _) in MODELS.items())
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
+    parser.add_argument(
+        "--ranks-per-host",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share a host and its link (default: 1)",
+    )
     parser.add_argument(
         "--link", metavar="RATE,…", help="in a lab, with links of these rates: none, 1gbit, 100mbit"
     )
@@ -109,6 +117,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
         bucket_mb=options.bucket_mb,
         steps=options.steps,
         timeout=options.timeout,
+        ranks_per_host=options.ranks_per_host,
         progress=sys.stderr.isatty() and find_spec("tqdm") is not None,
     )
     if options.figure is not None and (problem := drawing_problem(options.figure)):

@@ -13,7 +13,9 @@ from .base import DEFAULT_TIMEOUT, Communicator, Pending, pack, packed_bytes, un
 from .group import GroupCommunicator
 from .metered import Metered
 from .mpi import MPICommunicator
+from .subset import Subset
 from .threads import ThreadCommunicator, alone, run_threads
+from .wrapped import Wrapped
 
 
 def default_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:
@@ -51,8 +53,10 @@ __all__ = [
     "Metered",
     "Operation",
     "Pending",
+    "Subset",
     "ThreadCommunicator",
     "Traffic",
+    "Wrapped",
     "agree",
     "alone",
     "default_communicator",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import WireError
-from .base import Communicator, pack, packed_bytes, unpack
+from .base import Communicator
 
 _LONGEST = 200
 _ROOM = 1 << 16
@@ -29,15 +29,16 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
     )
     if problem is not None:
         raise ValueError(problem)
-    others = [_read(rank, said) for rank, said in enumerate(gathered)]
-    for rank, (theirs, _) in enumerate(others):
+    others = {comm.known_as(rank): _read(comm.known_as(rank), said) for rank, said in enumerate(gathered)}
+    for rank, (theirs, _) in others.items():
         if theirs is not None:
             raise ValueError(f"on rank {rank}: {theirs}")
-    for rank, (_, other) in enumerate(others):
+    own = comm.known_as(comm.rank)
+    for rank, (_, other) in others.items():
         for name in {**mine, **other}:
             if mine.get(name) != other.get(name):
                 here, there = mine.get(name), other.get(name)
-                raise ValueError(f"ranks disagree on {name}: rank {comm.rank} has {here}, rank {rank} {there}")
+                raise ValueError(f"ranks disagree on {name}: rank {own} has {here}, rank {rank} {there}")
 
 
 def _shortened(text: str, longest: int = _LONGEST) -> str:
@@ -56,12 +57,12 @@ def _read(rank: int, said: Any) -> tuple[str | None, dict[str, str]]:
 
 def gather_json(comm: Communicator, said: Any, phase: str) -> list[Any]:
     """What each rank has to say, in rank order: control traffic, for rare occasions."""
-    message = pack(torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8))
-    gathered = comm.all_gather(message, packed_bytes(_ROOM), phase, control=True)
+    text = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
     heard = []
-    for rank, received in enumerate(gathered):
+    for rank, received in enumerate(comm.all_gather_sealed(text, _ROOM, phase)):
         try:
-            heard.append(json.loads(bytes(unpack(received, torch.uint8).numpy())))
+            heard.append(json.loads(bytes(received.numpy())))
         except ValueError as error:
-            raise WireError(f"{phase}: rank {rank} sent something unreadable") from error
+            who = comm.known_as(rank)
+            raise WireError(f"{phase}: rank {who} sent something unreadable") from error
     return heard

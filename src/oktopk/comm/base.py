@@ -10,6 +10,7 @@ them here, once; a decorator that counts or disturbs messages wraps the same thr
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -23,11 +24,14 @@ from torch import Tensor
 
 from ..errors import CommError, WireError
 from ..traffic import Operation
+from .seal import seal, sealed_bytes, unseal
 
 DEFAULT_TIMEOUT = 300.0
 _LENGTH = struct.Struct("<Q")
 _WINDOW = 8
 """How many pairs of an all-to-all are in flight at once: enough to keep the link busy while one is summed."""
+
+_MANY = 4
 
 
 class Pending(Protocol):
@@ -38,9 +42,38 @@ class Pending(Protocol):
         ...
 
 
+class Deadline(float):
+    """A moment of time.monotonic() that knows how long there was until then."""
+
+    seconds: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        deadline = cls(time.monotonic() + seconds)
+        deadline.seconds = seconds
+        return deadline
+
+
+def seconds_until(deadline: float, otherwise: float) -> float:
+    """How long somebody had who has met its deadline: it may be more patient than its communicator."""
+    return deadline.seconds if isinstance(deadline, Deadline) else otherwise
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks by name; of many, the first few."""
+    names = [f"rank {rank}" for rank in ranks[:_MANY]]
+    if len(ranks) > _MANY:
+        names.append(f"{len(ranks) - _MANY} others")
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def interrupted(operation: Operation) -> str:
+    return f"{operation}: the communicator has been closed in the middle of it"
+
+
 def pack(payload: Tensor) -> Tensor:
     """Any 1-D tensor as a message."""
-    body = payload.contiguous().numpy().view(np.uint8)
+    body = payload.contiguous().view(torch.uint8).numpy()
     message = np.empty(_LENGTH.size + body.size, np.uint8)
     _LENGTH.pack_into(message.data, 0, message.size)
     message[_LENGTH.size :] = body
@@ -91,6 +124,8 @@ class Communicator(ABC):
         self.rank = rank
         self.world = world
         self.timeout = timeout
+        self.numbers = itertools.count()
+        """Of sealed operations. What wraps a communicator shares its numbers."""
 
     # What a transport provides. Messages between two ranks arrive in the order they were posted.
 
@@ -104,6 +139,10 @@ class Communicator(ABC):
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
         """Sum x over all ranks, in place; the same bits on every rank."""
 
+    def known_as(self, rank: int) -> int:
+        """What everybody calls a rank: in messages, and in errors about them."""
+        return rank
+
     def measure(self, operation: Operation) -> AbstractContextManager[None]:
         """Entered around each operation below; Metered takes its time here."""
         return nullcontext()
@@ -111,13 +150,16 @@ class Communicator(ABC):
     def fail(self, error: BaseException) -> None:  # noqa: B027 - a transport without a back channel times out
         """Tell the other ranks that this one has given up. It must not be used afterwards."""
 
+    def interrupt(self) -> None:  # noqa: B027 - where waits cannot be woken, they end with their timeout
+        """Wake another thread that waits for ranks here, by an error. It must not be used afterwards."""
+
     def close(self) -> None:  # noqa: B027 - most transports have nothing to release
         """Give back what the communicator holds. It must not be used afterwards."""
 
     # What everybody gets.
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self.timeout
+    def _deadline(self, timeout: float | None = None) -> Deadline:
+        return Deadline.after(self.timeout if timeout is None else timeout)
 
     @final
     def send(self, message: Tensor, peer: int, phase: str, *, control: bool = False) -> None:
@@ -126,10 +168,12 @@ class Communicator(ABC):
             self.post_send(message, peer, operation).wait(self._deadline())
 
     @final
-    def recv(self, capacity: int, peer: int, phase: str, *, control: bool = False) -> Tensor:
+    def recv(
+        self, capacity: int, peer: int, phase: str, *, control: bool = False, timeout: float | None = None
+    ) -> Tensor:
         operation = Operation("recv", phase, control)
         with self.measure(operation):
-            return self.post_recv(capacity, peer, operation).wait(self._deadline())
+            return self.post_recv(capacity, peer, operation).wait(self._deadline(timeout))
 
     @final
     def broadcast(self, message: Tensor | None, capacity: int, phase: str, *, control: bool = False) -> Tensor:
@@ -145,7 +189,7 @@ class Communicator(ABC):
                 first = 1 << self.rank.bit_length()
                 message = self.post_recv(capacity, self.rank - first // 2, operation).wait(deadline)
             if message is None:
-                raise CommError(f"{operation}: rank 0 has no message to broadcast")
+                raise CommError(f"{operation}: rank {self.known_as(0)} has no message to broadcast")
             self._check_fits(message, capacity, operation)
             sends = []
             while self.rank + first < self.world:
@@ -177,7 +221,7 @@ class Communicator(ABC):
                 room = capacity if batch == 1 else packed_bytes(batch * capacity)
                 incoming = self.post_recv(room, source, operation)
                 sending = self.post_send(_lay_end_to_end(held[:batch]), to, operation)
-                held += _take_apart(incoming.wait(deadline), batch, source, operation)
+                held += _take_apart(incoming.wait(deadline), batch, self.known_as(source), operation)
                 sending.wait(deadline)
             return [held[(r - self.rank) % self.world] for r in range(self.world)]
 
@@ -241,9 +285,27 @@ class Communicator(ABC):
         self, numbers: Sequence[int], phase: str, dtype: torch.dtype = torch.int64
     ) -> list[list[int]]:
         """A few integers of every rank, in rank order: control traffic."""
-        message = pack(torch.tensor(list(numbers), dtype=dtype))
-        gathered = self.all_gather(message, message.numel(), phase, control=True)
-        return [unpack(m, dtype).tolist() for m in gathered]
+        told = torch.tensor(list(numbers), dtype=dtype)
+        return [heard.tolist() for heard in self.all_gather_sealed(told, told.nbytes, phase)]
+
+    @final
+    def all_gather_sealed(self, payload: Tensor, capacity: int, phase: str) -> list[Tensor]:
+        """Everybody's payload, in host memory and of up to `capacity` bytes, in rank order: control traffic."""
+        number, operation = next(self.numbers), Operation("all_gather", phase, control=True)
+        message = seal(payload, self.known_as(self.rank), number, operation)
+        gathered = self.all_gather(message, sealed_bytes(capacity), phase, control=True)
+        return [
+            payload if rank == self.rank else unseal(heard, self.known_as(rank), number, operation, payload.dtype)
+            for rank, heard in enumerate(gathered)
+        ]
+
+    @final
+    def broadcast_sealed(self, payload: Tensor | None, capacity: int, phase: str) -> Tensor:
+        """Rank 0's bytes, on every rank."""
+        number, operation = next(self.numbers), Operation("broadcast", phase)
+        message = None if payload is None else seal(payload, self.known_as(0), number, operation)
+        heard = self.broadcast(message, sealed_bytes(capacity), phase)
+        return unseal(heard, self.known_as(0), number, operation, torch.uint8)
 
     def _check_fits(self, message: Tensor, capacity: int, operation: Operation) -> None:
         if message.numel() > capacity:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 import os
+import re
+import threading
 import time
 import traceback
 import weakref
@@ -20,16 +22,35 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import Aborted, CommError, CommTimeout, OkTopkError
 from ..traffic import Operation
-from .base import DEFAULT_TIMEOUT, Communicator, trim
+from .base import DEFAULT_TIMEOUT, Communicator, interrupted, listed, seconds_until, trim
+from .notices import Notices
+from .unhurried import unhurried
 
-_log = logging.getLogger(__name__)
+_LOOK, _AT_ONCE = timedelta(seconds=1), timedelta(milliseconds=1)
+"""How often somebody who waits looks for notes of others; and a wait that is over at once."""
 
-_PATIENCE = timedelta(seconds=2)
-"""How long to wait for the store, whose own host may be the one that died."""
+_DATA, _NOTHING = 0, 1
+"""Tags: of messages, and the first of those that nobody ever sends."""
+_INTERFACES = "GLOO_SOCKET_IFNAME"
+"""Where gloo finds the names of its interfaces. Each has connections of its own, and tags take turns with them."""
+
+_LOOP = "gloo_tcp_loop"
+"""The thread of a gloo group that serves its connections."""
+
+_ROOM = 1 << 20
+"""Bytes that every receive has room for, whatever its capacity. gloo ends the process if a message is larger than
+its receive, as the next one may be when one was lost; with room for it, its length gives it away."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made, by their ranks. torch would use the name of a destroyed group again, and
 its ranks then meet the addresses that the old ones left in the store."""
+
+
+def _life() -> str:
+    """Which start of the job this is, where torchrun keeps one store for all of them. Otherwise every start has a
+    new store, and it may not be asked: an agent that came later counts fewer restarts than the others."""
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
 
 
 class _Work:
@@ -44,40 +65,17 @@ class _Work:
         finish: Callable[[], Tensor],
     ) -> None:
         self.comm, self.work, self.peer, self.operation, self.finish = comm, work, peer, operation, finish
-        comm.under_way.add(self)
+        comm.note(self)
 
     def wait(self, deadline: float) -> Tensor:
-        if self.work is None:
+        work = self.work  # which another thread may take away
+        if work is None:
             raise CommError(f"{self.operation}: the communicator has been closed")
         try:
-            self.work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise self.comm.explain(error, self.operation, f"rank {self.peer}", deadline) from error
+            raise self.comm.explain(error, self.operation, self.peer, deadline) from error
         return self.finish()
-
-
-class _Notices:
-    """A place in the job's store where a rank that gives up leaves its reason."""
-
-    def __init__(self, name: str) -> None:
-        # A clone has a connection of its own: its timeout is not that of everybody, and no lock is shared.
-        default: Any = dist.distributed_c10d._get_default_store()
-        self._store = default.clone()
-        self._store.set_timeout(_PATIENCE)
-        self._key = f"oktopk/{name}/failed"
-
-    def post(self, reason: str) -> None:
-        try:
-            self._store.compare_set(self._key, "", reason)  # the first reason is the one that counts
-        except RuntimeError as error:  # gone with its host: then the others only see a lost connection
-            _log.debug("could not leave a notice of the failure: %s", error)
-
-    def read(self) -> str | None:
-        try:
-            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
-        except RuntimeError as error:
-            _log.debug("could not look for a notice of a failure: %s", error)
-            return None
 
 
 class GroupCommunicator(Communicator):
@@ -99,16 +97,32 @@ class GroupCommunicator(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         own: Any = dist.group.WORLD if group is None else group
         self._devices = self._messages = own
+        self._options = dist.AllreduceOptions()
+        self._under_way: weakref.WeakSet[_Work] = weakref.WeakSet()
+        self._noting = threading.Lock()
+        self._interrupted = False
         ranks = tuple(dist.get_process_group_ranks(own))
         name = str(own.group_name)
-        if "cpu:gloo" not in dist.get_backend_config(group) if companion is None else companion:
+        apart = "cpu:gloo" not in dist.get_backend_config(group) if companion is None else companion
+        if apart:
             _made[ranks] += 1
-            life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job may meet its old store
-            name = f"{life}/{'-'.join(map(str, ranks))}/{_made[ranks]}"
-            store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
-            self._messages = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=timeout))
-        self._notices = _Notices(name)
-        self.under_way: weakref.WeakSet[_Work] = weakref.WeakSet()
+            name = f"{_life()}/{'-'.join(map(str, ranks))}/{_made[ranks]}"
+        self._notices = Notices(name, self.rank, self.world)
+        if apart:
+            self._messages = self._connect(name)
+
+    def _connect(self, name: str) -> Any:
+        """A group for messages, made by all ranks together."""
+        deadline = self._deadline()
+        store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
+        try:
+            with unhurried(_LOOP):
+                group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=self.timeout))
+            group.barrier().wait()  # who hung up now would break the connecting of others
+        except RuntimeError as error:
+            operation = Operation("barrier", "connecting", control=True)
+            raise self.explain(error, operation, None, deadline) from error
+        return group
 
     @classmethod
     def exclusive(
@@ -130,58 +144,130 @@ class GroupCommunicator(Communicator):
         self._notices.post(f"rank {self.rank} failed: {said}")
         self.close()
 
+    def note(self, work: _Work) -> None:
+        with self._noting:
+            self._under_way.add(work)
+
     def close(self) -> None:
         """Hang up: connections end with the last reference to the group and to what is under way on it."""
         self._messages = self._devices = None
-        for pending in list(self.under_way):
-            pending.work = None
+        with self._noting:
+            for pending in self._under_way:
+                pending.work = None
 
-    def explain(self, error: Exception, operation: Operation, who: str, deadline: float) -> CommError:
-        """Why an operation failed: another rank's own word for it, if there is one."""
+    def interrupt(self) -> None:
+        """Wake whoever waits: gloo closes all connections of an interface as soon as one receive is overdue.
+
+        One from a rank that has hung up already fails at once and closes nothing, so that all ranks are tried.
+        """
+        group, self._interrupted = self._messages, True
+        self._notices.silence()
+        self.close()
+        if group is None:
+            return
+        never = torch.empty(1, dtype=torch.uint8)
+        interfaces = os.environ.get(_INTERFACES, "").count(",") + 1
+        for tag in range(_NOTHING, _NOTHING + interfaces):
+            for peer in (peer for peer in range(self.world) if peer != self.rank):
+                with contextlib.suppress(RuntimeError):  # that it is overdue, or that nobody is there
+                    group.recv([never], peer, tag).wait(_AT_ONCE)
+
+    def explain(self, error: Exception, operation: Operation, peer: int | None, deadline: float) -> CommError:
+        """Why an operation with a peer, or with all, failed: another rank's own word for it, if there is one.
+
+        The caller has let go of the group if all ranks take part: they shall notice, and say that they are there.
+        """
+        if self._interrupted:
+            return CommError(interrupted(operation))
         late = time.monotonic() >= deadline - 0.002
-        if reason := self._notices.read():
-            return Aborted(f"{operation}: {reason}")
+        if peer is None:
+            self.close()
+        reason, lost = self._notices.lose(peer)
+        who = listed(lost) or "the other ranks"
+        what = f"the connection to {who} failed: {error}"
         if late:
-            return CommTimeout(f"{operation}: no answer from {who} within {self.timeout:g} s")
-        return CommError(f"{operation}: the connection to {who} failed: {error}")
+            what = f"no answer from {who} within {seconds_until(deadline, self.timeout):g} s"
+        if reason is None:
+            return (CommTimeout if late else CommError)(f"{operation}: {what}")
+        if late and not any(re.search(rf"rank {rank}\b", reason) for rank in lost):  # who told did not know that
+            reason = f"{reason}; {what}"
+        return Aborted(f"{operation}: {reason}")
 
-    def _open(self, operation: Operation) -> Any:
-        if self._messages is None:
+    def _open(self, operation: Operation, devices: bool = False) -> Any:
+        group = self._devices if devices else self._messages
+        if group is None:
             raise CommError(f"{operation}: the communicator has been closed")
-        return self._messages
+        return group
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Work:
         group = self._open(operation)
         try:
-            work = group.send([message], peer, 0)
+            work = group.send([message], peer, _DATA)
         except ValueError as error:
             raise CommError(f"{operation}: cannot send to rank {peer}: {error}") from error
         except RuntimeError as error:  # it has hung up already
-            raise self.explain(error, operation, f"rank {peer}", math.inf) from error
+            raise self.explain(error, operation, peer, math.inf) from error
         return _Work(self, work, peer, operation, lambda: message)
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Work:
-        buffer = torch.empty(capacity, dtype=torch.uint8)
+        buffer = torch.empty(max(capacity, _ROOM), dtype=torch.uint8)
         group = self._open(operation)
         try:
-            work = group.recv([buffer], peer, 0)
+            work = group.recv([buffer], peer, _DATA)
         except ValueError as error:
             raise CommError(f"{operation}: cannot receive from rank {peer}: {error}") from error
         except RuntimeError as error:  # it has hung up already
-            raise self.explain(error, operation, f"rank {peer}", math.inf) from error
-        return _Work(self, work, peer, operation, lambda: trim(buffer, peer, operation))
+            raise self.explain(error, operation, peer, math.inf) from error
+        return _Work(self, work, peer, operation, lambda: trim(buffer[:capacity], peer, operation))
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
-        operation = Operation("all_reduce", phase, control)
-        deadline = self._deadline()
+        operation, deadline = Operation("all_reduce", phase, control), self._deadline()
         summed = x.contiguous()
-        # The options bound gloo's own thread too; without them it waits on, and the process cannot end.
-        options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=self.timeout)
-        group = self._open(operation) if x.is_cpu else self._devices
+        group = self._open(operation, devices=not x.is_cpu)
         try:
-            group.allreduce([summed], options).wait(options.timeout)
+            group.allreduce([summed], self._bounded()).wait(self._options.timeout)
         except RuntimeError as error:
-            raise self.explain(error, operation, "the other ranks", deadline) from error
+            del group
+            raise self.explain(error, operation, None, deadline) from error
         if summed is not x:
             x.copy_(summed)
+
+    def post_sum(self, x: Tensor, operation: Operation) -> Callable[[], None]:
+        """Begin to sum x, contiguous and in host memory, in the group that was given; call the result to wait.
+
+        All ranks must do so at the same place among whatever else they do in that group, as DDP does.
+        """
+        group, deadline = self._open(operation, devices=True), self._deadline()
+        try:
+            work = group.allreduce([x], self._bounded())
+        except RuntimeError as error:
+            raise self.explain(error, operation, None, deadline) from error
+
+        def wait() -> None:
+            try:
+                self._wait_or_hear(work)
+            except RuntimeError as error:
+                raise self.explain(error, operation, None, deadline) from error
+
+        return wait
+
+    def _wait_or_hear(self, work: Any) -> None:
+        """Wait for a sum in a group that a failing rank cannot cut, and look now and then what it has to say."""
+        end = self._deadline()  # counts from now on: sums that were begun earlier come first
+        while True:
+            try:
+                work.wait(min(self._options.timeout, _LOOK))
+                return
+            except RuntimeError as error:
+                if work.is_completed() or time.monotonic() >= end:
+                    break
+                if self._interrupted:
+                    raise
+                if self._notices.trouble():
+                    raise RuntimeError("another rank has given up") from error
+        work.wait(_AT_ONCE)  # raises what it was, unless it was just a look at the clock
+
+    def _bounded(self) -> Any:
+        """Options that bound gloo's own thread too; without them it waits on, and the process cannot end."""
+        self._options.timeout = timedelta(seconds=self.timeout)
+        return self._options

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 from torch import Tensor
 
 from ..stopwatch import Stopwatch
-from ..traffic import Operation, Traffic, total
+from ..traffic import Operation, Tally, Traffic, ring, total
 from .base import Communicator, Pending
+from .wrapped import Wrapped
 
 
-class Metered(Communicator):
+class Metered(Wrapped):
     """Wraps any communicator; `traffic` has one entry per operation and phase."""
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.world, inner.timeout)
-        self.inner = inner
+        self.inner, self.numbers = inner, inner.numbers
         self.stopwatch: Stopwatch | None = None
         """If set, the time of every operation is noted there too."""
-        self.traffic: dict[Operation, Traffic] = {}
+        self._tallies: dict[Operation, Tally] = {}
+
+    @property
+    def traffic(self) -> dict[Operation, Traffic]:
+        return {operation: tally.traffic() for operation, tally in self._tallies.items()}
 
     def take(self) -> dict[Operation, Traffic]:
         """The traffic since the last call."""
-        taken, self.traffic = self.traffic, {}
+        taken, self._tallies = self.traffic, {}
         return taken
 
     def payload(self) -> Traffic:
@@ -34,14 +39,15 @@ class Metered(Communicator):
     def control(self) -> Traffic:
         return total(self.traffic, lambda operation: operation.control)
 
-    def _add(self, operation: Operation, traffic: Traffic) -> None:
-        self.traffic[operation] = self.traffic.get(operation, Traffic()) + traffic
+    def tally(self, operation: Operation) -> Tally:
+        found = self._tallies.get(operation)
+        if found is None:
+            found = self._tallies[operation] = Tally()
+        return found
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> Pending:
-        size = message.numel()
         pending = self.inner.post_send(message, peer, operation)
-        sizes = {max(size, 1).bit_length() - 1: 1}
-        self._add(operation, Traffic(sent_bytes=size, sent_messages=1, sizes=sizes))
+        self.tally(operation).sent(message.numel())
         return pending
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> Pending:
@@ -49,32 +55,36 @@ class Metered(Communicator):
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
         operation = Operation("all_reduce", phase, control)
-        with self._timed(operation):  # the inner one measures itself
+        with _Timed(self, operation, nullcontext()):  # the inner one measures itself
             self.inner.all_reduce_(x, phase, control=control)
-        moved = 2 * x.numel() * x.element_size() * (self.world - 1) // self.world
-        messages = 2 * (self.world - 1)
-        sizes = {max(1, moved // messages).bit_length() - 1: messages} if messages else {}
-        self._add(operation, Traffic(moved, moved, messages, messages, modelled=True, sizes=sizes))
+        self.tally(operation).add(ring(x.nbytes, self.world))
 
-    @contextmanager
-    def measure(self, operation: Operation) -> Iterator[None]:
-        with self._timed(operation), self.inner.measure(operation):
-            yield
+    def measure(self, operation: Operation) -> AbstractContextManager[None]:
+        return _Timed(self, operation, self.inner.measure(operation))
 
-    @contextmanager
-    def _timed(self, operation: Operation) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            with nullcontext() if self.stopwatch is None else self.stopwatch.stage("exchange"):
-                yield
-        finally:
-            self._add(operation, Traffic(seconds=time.perf_counter() - start))
 
-    def fail(self, error: BaseException) -> None:
-        self.inner.fail(error)
+class _Timed:
+    """The time from entering to leaving, for the tally of the operation and for the stopwatch."""
 
-    def close(self) -> None:
-        self.inner.close()
+    __slots__ = ("inner", "meter", "operation", "stage", "start")
+
+    def __init__(self, meter: Metered, operation: Operation, inner: AbstractContextManager[None]) -> None:
+        self.meter, self.operation, self.inner = meter, operation, inner
+        self.stage = None if meter.stopwatch is None else meter.stopwatch.stage("exchange")
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+        if self.stage is not None:
+            self.stage.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.inner.__exit__(kind, error, trace)
+        if self.stage is not None:
+            self.stage.__exit__(kind, error, trace)
+        self.meter.tally(self.operation).seconds += time.perf_counter() - self.start
 
 
 class _CountedReceive:
@@ -83,5 +93,5 @@ class _CountedReceive:
 
     def wait(self, deadline: float) -> Tensor:
         message = self.pending.wait(deadline)
-        self.meter._add(self.operation, Traffic(received_bytes=message.numel(), received_messages=1))
+        self.meter.tally(self.operation).received(message.numel())
         return message

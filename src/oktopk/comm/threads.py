@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import Aborted, CommError, CommTimeout
 from ..traffic import Operation
-from .base import DEFAULT_TIMEOUT, Communicator, trim
+from .base import DEFAULT_TIMEOUT, Communicator, interrupted, seconds_until, trim
 
 T = TypeVar("T")
 _FAREWELL = 5.0
@@ -27,6 +27,11 @@ class _Mailbox:
     def __init__(self, world: int) -> None:
         self.changed = threading.Condition()
         self.queues: list[deque[Tensor]] = [deque() for _ in range(world)]
+        self.sums: list[deque[Tensor]] = [deque() for _ in range(world)]
+        """What belongs to an all_reduce_, as other transports keep it apart too."""
+
+    def queue(self, peer: int, operation: Operation) -> deque[Tensor]:
+        return (self.sums if operation.name == "all_reduce" else self.queues)[peer]
 
 
 class _World:
@@ -35,6 +40,8 @@ class _World:
     def __init__(self, size: int, in_turns: bool = False) -> None:
         self.boxes = [_Mailbox(size) for _ in range(size)]
         self.turn = threading.Lock() if in_turns else None
+        self.waits_for: dict[int, int] = {}
+        """Also of ranks that have waited in vain."""
         self.failed: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
 
@@ -57,6 +64,14 @@ class _World:
             yield
         finally:
             self.turn.acquire()
+
+    def missed(self, rank: int, peer: int) -> int:
+        """Who is missing when a rank waits for a peer: that may wait for somebody itself, and so on."""
+        waits_for, found, seen = dict(self.waits_for), peer, {rank}
+        while found not in seen and found in waits_for:
+            seen.add(found)
+            found = waits_for[found]
+        return peer if found in seen else found  # if they wait for each other
 
     def check(self, operation: Operation) -> None:
         if self.failed is not None:
@@ -88,12 +103,13 @@ class ThreadCommunicator(Communicator):
     def __init__(self, shared: _World, rank: int, timeout: float = DEFAULT_TIMEOUT) -> None:
         super().__init__(rank, len(shared.boxes), timeout)
         self._shared = shared
+        self._interrupted = False
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Sent:
         self._shared.check(operation)
         # A copy, because the sender may reuse its buffer, as with a real network. By NumPy, which keeps the GIL:
         # with many threads, giving it up for every small operation costs more than the operation.
-        self._put(torch.from_numpy(message.numpy().copy()), peer)
+        self._put(torch.from_numpy(message.numpy().copy()), peer, operation)
         return _Sent(message)
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Receiving:
@@ -105,7 +121,7 @@ class ThreadCommunicator(Communicator):
         self._shared.check(operation)
         deadline = self._deadline()
         if self.rank:
-            self._put(x.clone(), 0)
+            self._put(x.clone(), 0, operation)
             x.copy_(self.take(0, deadline, operation))
             return
         for peer in range(1, self.world):
@@ -114,30 +130,42 @@ class ThreadCommunicator(Communicator):
                 raise CommError(f"{operation}: rank {peer} has {tuple(theirs.shape)}, rank 0 {tuple(x.shape)}")
             x += theirs
         for peer in range(1, self.world):
-            self._put(x.clone(), peer)
+            self._put(x.clone(), peer, operation)
 
     def fail(self, error: BaseException) -> None:
         self._shared.abort(self.rank, error)
 
-    def _put(self, message: Tensor, peer: int) -> None:
+    def interrupt(self) -> None:
+        self._interrupted = True
+        box = self._shared.boxes[self.rank]
+        with box.changed:
+            box.changed.notify_all()
+
+    def _put(self, message: Tensor, peer: int, operation: Operation) -> None:
         box = self._shared.boxes[peer]
         with box.changed:
-            box.queues[self.rank].append(message)
+            box.queue(self.rank, operation).append(message)
             box.changed.notify_all()
 
     def take(self, peer: int, deadline: float, operation: Operation) -> Tensor:
         box = self._shared.boxes[self.rank]
-        queue = box.queues[peer]
+        queue = box.queue(peer, operation)
         if queue:  # nobody else takes from it
             return queue.popleft()
+        self._shared.waits_for[self.rank] = peer
         with self._shared.idle(), box.changed:
             box.changed.wait_for(
-                lambda: queue or self._shared.failed, timeout=max(0.0, deadline - time.monotonic())
+                lambda: queue or self._shared.failed or self._interrupted,
+                timeout=max(0.0, deadline - time.monotonic()),
             )
             if queue:
+                self._shared.waits_for.pop(self.rank, None)
                 return queue.popleft()
         self._shared.check(operation)
-        raise CommTimeout(f"{operation}: no message from rank {peer} within {self.timeout:g} s")
+        if self._interrupted:
+            raise CommError(interrupted(operation))
+        missed, seconds = self._shared.missed(self.rank, peer), seconds_until(deadline, self.timeout)
+        raise CommTimeout(f"{operation}: no message from rank {missed} within {seconds:g} s")
 
 
 def alone() -> ThreadCommunicator:

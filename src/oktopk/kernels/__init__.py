@@ -5,13 +5,13 @@ All of them take 1-D contiguous float32 tensors; what they compute is defined by
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
 from torch import Tensor
 
-from . import reference
+from . import coding, reference
 from .types import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of, index_dtype
 
 
@@ -20,6 +20,9 @@ class Backend(Protocol):
 
     def accumulate_select(
         self, residual: Tensor, grad: Tensor, threshold: float, capacity: int, keep_old: bool = ...
+    ) -> Picked: ...
+    def accumulate_select_pieces(
+        self, residuals: Sequence[Tensor], grads: Sequence[Tensor], threshold: float, capacity: int
     ) -> Picked: ...
     def select(self, x: Tensor, threshold: float, capacity: int) -> Picked: ...
     def first_equal(self, x: Tensor, magnitude: float, limit: int) -> Tensor: ...
@@ -30,13 +33,17 @@ class Backend(Protocol):
     def magnitude_moments(self, x: Tensor) -> tuple[float, float]: ...
     def scatter_add_(self, out: Tensor, indices: Tensor, values: Tensor) -> int: ...
     def assign_(self, out: Tensor, indices: Tensor, values: Tensor) -> int: ...
+    def scatter_add_pieces_(self, pieces: Sequence[Tensor], indices: Tensor, values: Tensor) -> int: ...
+    def assign_pieces_(self, pieces: Sequence[Tensor], indices: Tensor, values: Tensor) -> int: ...
     def union_sum(self, parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]: ...
-    def common(self, a: Tensor, b: Tensor) -> Tensor: ...
+    def common(self, indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 try:
+    from . import coding_cpu as codes
     from . import cpu
-except ImportError:  # Numba has no build for this platform: the torch kernels do the same, slower
+except ImportError:  # Numba has no build for this platform: the torch kernels and NumPy codes do the same, slower
+    codes = coding  # type: ignore[misc]
     _cpu: Backend = reference
 else:
     _cpu = cpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_kernels, reference
+from .pieces import put_in_turn, select_in_turn
 from .types import BIN_BITS, SLOPE_STEP, Picked, float32, index_dtype
 
 BLOCK = 1024
@@ -147,3 +149,8 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
         _compact(touched, sums, out, ends, _TOUCHED, base=base)
         count = int(ends[0, -1])
     return out[0][:count], out[1][:count]
+
+
+accumulate_select_pieces = partial(select_in_turn, accumulate_select)
+scatter_add_pieces_ = partial(put_in_turn, scatter_add_)
+assign_pieces_ = partial(put_in_turn, assign_)

@@ -6,11 +6,13 @@ On CPUs the big loops go in blocks that fit the cache, which is what makes this 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .pieces import put_in_turn, select_in_turn
 from .types import (
     BIN_BITS,
     SAMPLE,
@@ -155,9 +157,15 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
     return (union + base).to(dtype), region[union]
 
 
-def common(a: Tensor, b: Tensor) -> Tensor:
-    """Positions in `a` of the entries that also occur in `b`; both strictly increasing."""
-    if b.numel() == 0:
-        return torch.empty(0, dtype=torch.int64, device=a.device)
-    position = torch.searchsorted(b, a).clamp_(max=b.numel() - 1)
-    return _nonzero(b[position] == a)
+def common(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of a sparse vector whose index is also among the others; both increase strictly."""
+    if others.numel() == 0:
+        return indices[:0], values[:0]
+    position = torch.searchsorted(others, indices).clamp_(max=others.numel() - 1)
+    chosen = others[position] == indices
+    return indices[chosen], values[chosen]
+
+
+accumulate_select_pieces = partial(select_in_turn, accumulate_select)
+scatter_add_pieces_ = partial(put_in_turn, scatter_add_)
+assign_pieces_ = partial(put_in_turn, assign_)

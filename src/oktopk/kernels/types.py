@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,8 +47,7 @@ class Picked:
 
 def float32(x: float) -> np.float32:
     """Rounded to float32; what is too large becomes infinity."""
-    with np.errstate(over="ignore"):
-        return np.float32(x)
+    return np.float32(ctypes.c_float(x).value)
 
 
 def bin_of(magnitude: float) -> int:

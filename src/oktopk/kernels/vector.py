@@ -59,13 +59,35 @@ def block_select(typing_context: Any, x: Any, grad: Any, old: Any, start: Any, t
 
 
 @intrinsic
-def stream_zeros(typing_context: Any, x: Any, start: Any) -> Any:
-    """x[start:start+32] = 0 past the caches; the address must be a multiple of 128 bytes. Returns start."""
+def stream_block(typing_context: Any, x: Any, start: Any, source: Any, at: Any) -> Any:
+    """x[start:start+32] = source[at:at+32] past the caches; x[start] must lie at a multiple of 128 bytes.
+
+    Returns start.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _block_pointer(context, builder, signature.args[0], args[0], args[1])
-        store = builder.store(ir.Constant(_FLOATS, [0.0] * WIDTH), at, align=4 * WIDTH)
+        to, source_at = (
+            _block_pointer(context, builder, signature.args[place], args[place], args[place + 1])
+            for place in (0, 2)
+        )
+        store = builder.store(builder.load(source_at, align=4), to, align=4 * WIDTH)
         store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return args[1]
+
+    return types.int64(x, types.int64, source, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
+    """Ask for the cache line of x[at], which will be written soon; a wrong place does no harm. Returns at."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        builder.call(function, [pointer, word(1), word(3), word(1)])
         return args[1]
 
     return types.int64(x, types.int64), codegen

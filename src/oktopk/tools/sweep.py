@@ -113,15 +113,32 @@ def _found(run: Run, path: Path) -> Outcome:
     """What the folder says of a run."""
     try:
         result = json.loads((path / RESULT).read_text(encoding="utf-8"))
+        if not _is_result(result):
+            raise ValueError("no result of a run")
     except FileNotFoundError:
         return Outcome(run, INTERRUPTED if (path / CONFIG).exists() else NOT_BEGUN)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Outcome(run, FAILED, f"{path / RESULT} cannot be read ({error}): remove {path} to do the run anew")
     for name in ("algorithm", "seed", *(["density"] if run.density is not None else [])):
         if result.get(name) != getattr(run, name):
             problem = f"{path} holds another run, with {name} {result.get(name)}: remove it to do this one"
             return Outcome(run, FAILED, problem)
     return Outcome(run, FINISHED if result.get("finished") else INTERRUPTED, result=result)
+
+
+def _is_result(said: Any) -> bool:
+    """Whether it has the form of what a run writes about itself, as far as a table needs it."""
+    if not isinstance(said, dict):
+        return False
+    phases, validations = said.get("phases") or {}, said.get("validations") or []
+    if not isinstance(phases, dict) or not isinstance(validations, list):
+        return False
+    rows = [*phases.values(), *validations]
+    return all(isinstance(row, dict) and all(map(_is_figure, row.values())) for row in rows)
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or isinstance(value, (int, float))
 
 
 def _judged(found: Outcome, code: int, stopped: bool) -> Outcome:
@@ -215,6 +232,7 @@ def options_before(folder: Path) -> list[str] | None:
     """Of the sweep in the folder, if it has begun a run."""
     try:
         before = json.loads((folder / JSON).read_text(encoding="utf-8"))["options"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return list(before) if any(folder.glob(f"*/{CONFIG}")) else None
+    is_ours = isinstance(before, list) and all(isinstance(word, str) for word in before)
+    return before if is_ours and any(folder.glob(f"*/{CONFIG}")) else None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from oktopk.comm import Communicator, gather_json
-from oktopk.files import sync_folder
+from oktopk.files import make_folder, sync_folder
 
 from .snapshot import (
     MANIFEST,
@@ -116,7 +116,7 @@ class Checkpoints:
         said = {"step": snapshot.step, "epoch": snapshot.epoch, "attempt": None}
         if not first:
             return said
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         sync_folder(self.folder.parent)
         self._remove_leftovers()
         if not _committed(folder) and folder.exists():

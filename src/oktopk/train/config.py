@@ -10,6 +10,7 @@ from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
+from oktopk.settings import Settings
 from oktopk.wire import VALUE_CODES
 
 from .tasks import WORKLOADS, Workload
@@ -25,10 +26,14 @@ def whole(least: int, up_to: float = inf) -> Callable[[Any], int]:
     wanted = f"a whole number from {least} " + ("on" if up_to == inf else f"up to {up_to}")
 
     def parse(value: Any) -> int:
-        fraction = isinstance(value, float) and not value.is_integer()
-        if isinstance(value, bool) or fraction or not least <= int(value) <= up_to:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
             raise ValueError(wanted)
-        return int(value)
+        number = int(value)
+        if number >= 2**63:
+            raise ValueError("a number below 2^63")
+        if not least <= number <= up_to:
+            raise ValueError(wanted)
+        return number
 
     parse.__name__ = "int"
     return parse
@@ -52,6 +57,15 @@ def switch(value: Any) -> bool:
     if text not in ON + OFF:
         raise ValueError("True or False")
     return text in ON
+
+
+def place(value: Any) -> Path:
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a path without a zero byte")
+    return Path(value)
+
+
+place.__name__ = "Path"
 
 
 def one_of(names: Mapping[str, object] | tuple[str, ...]) -> Callable[[Any], str]:
@@ -80,9 +94,9 @@ class TrainConfig:
 
     dnn: str = option("lstman4", one_of(WORKLOADS), WHAT, f"the network: {', '.join(WORKLOADS)}")
     dataset: str | None = option(None, str, WHAT, "its data; there is one for each network, so it may be left out")
-    data_dir: Path | None = option(None, Path, WHAT, "the folder of the data; without it, data is generated")
+    data_dir: Path | None = option(None, place, WHAT, "the folder of the data; without it, data is generated")
     pretrain: Path | None = option(
-        None, Path, WHAT, "start from these weights: a run's folder or a file of weights"
+        None, place, WHAT, "start from these weights: a run's folder or a file of weights"
     )
     min_seconds: float = option(0.0, number(least=0), WHAT, "leave out shorter training utterances (an4)")
     augment: bool = option(
@@ -118,7 +132,13 @@ class TrainConfig:
     tau: int | None = option(None, whole(1), SEND, "steps between new regions (oktopk)")
     tau_prime: int | None = option(None, whole(1), SEND, "steps between exact thresholds (oktopk)")
     values: str = option("fp32", one_of(tuple(VALUE_CODES)), SEND, f"values on the wire: {', '.join(VALUE_CODES)}")
+    join: int = option(
+        Settings.join, whole(0), SEND, "buckets share messages until so many entries are selected; 0: each alone"
+    )
     auto: bool = option(False, switch, SEND, "let a bucket go dense where the clock says that this is faster")
+    ranks_per_host: int = option(
+        1, whole(1), SEND, "ranks of a host that average in its memory, so that one of them exchanges for all"
+    )
     sigma_scale: float | None = option(None, number(above=0), SEND, "has no effect, and had none in the original")
 
     nworkers: int | None = option(None, whole(1), RANKS, "how many ranks there must be; anything else is an error")
@@ -126,9 +146,11 @@ class TrainConfig:
         None, whole(1), RANKS, "ranks of a host, for the choice of a GPU where MPI is mute"
     )
     ranks: int | None = option(None, whole(1), RANKS, "start that many ranks on this machine")
-    timeout: float = option(300.0, number(above=0), RANKS, "seconds to wait for another rank before giving up")
+    timeout: float = option(
+        300.0, number(above=0, up_to=1e6), RANKS, "seconds to wait for another rank before giving up"
+    )
 
-    out: Path | None = option(None, Path, FILES, "the run's folder (default: a new one in runs/)")
+    out: Path | None = option(None, place, FILES, "the run's folder (default: a new one in runs/)")
     save_every: int = option(0, whole(0), FILES, "steps between checkpoints; 0: at the end of every epoch only")
     keep: int = option(3, whole(1), FILES, "so many checkpoints are kept, the newest")
 
@@ -163,4 +185,11 @@ def parse(name: str, value: Any, origin: str) -> Any:
     except (ValueError, TypeError, OverflowError) as error:
         reason = str(error)
         said = reason if reason.startswith(("a ", "one of", "True")) else f"of type {wanted.__name__}"
-        raise ConfigError(f"{name} must be {said}, got {value!r} ({origin})") from error
+        raise ConfigError(f"{name} must be {said}, got {_shown(value)} ({origin})") from error
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # of a number with thousands of digits
+        return "something too long to show"

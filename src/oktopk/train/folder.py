@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from oktopk.files import appearing, write_atomically
+from oktopk.files import appearing, make_folder, remove_drafts, write_atomically
 from oktopk.metrics import MetricsSink
 from oktopk.sinks import JSONLSink, TensorBoardSink
 from oktopk.sinks.flat import Row, finite
@@ -67,7 +67,9 @@ class RunFolder:
         self._timing: Timing | None = None
         self._log: logging.FileHandler | None = None
         if writes:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
+            for name in (CONFIG, PLAN, RESULT, METRICS, TIMING):
+                remove_drafts(path / name)
             self._log = _log_to(path / "train.log")
 
     def open_metrics(self, step: int) -> list[MetricsSink]:

@@ -77,6 +77,17 @@ def find_place(environment: Mapping[str, str], nwpernode: int | None = None) -> 
     return Place("alone", 0, 1)
 
 
+def restart_problem(environment: Mapping[str, str]) -> str | None:
+    """Why torchrun may fail to start this job again, if it should have to."""
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not restarts or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        "after a restart ranks may find the addresses of those that died in torchrun's store: set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
+    )
+
+
 def check_world(place: Place, nworkers: int | None) -> None:
     if nworkers is not None and nworkers != place.world:
         real = "is 1 rank" if place.world == 1 else f"are {place.world} ranks"
@@ -96,6 +107,8 @@ def joined(place: Place, timeout: float) -> Iterator[Communicator]:
         with _told(comm):
             yield comm
         return
+    if place.rank == 0 and (problem := restart_problem(os.environ)):
+        log.warning(problem)
     if place.how == "srun":
         os.environ |= _rendezvous_of_slurm(place)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

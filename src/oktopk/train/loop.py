@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from signal import Signals
 from time import perf_counter
@@ -29,7 +29,7 @@ from .prefetch import prefetched
 from .replicas import Buffers, average_buffers, check_replicas
 from .screen import Bar, say_epoch, say_transition, say_validation
 from .snapshot import Snapshot
-from .state import restore, state_of
+from .state import as_state_of_a_run, restore, state_of
 from .stop import Stop
 from .tasks import Clock, Task
 
@@ -261,7 +261,13 @@ class Trainer:
         if self._ask(self.checkpoints.newest) is None:
             return
         found: Snapshot = self._ask(self.checkpoints.load)
-        shared, own = found.shared, found.own
+        with as_state_of_a_run(found.step):
+            self._take_over(found.shared, found.own)
+        if self._chief:
+            where = f"going on after step {self.done.step}, in epoch {self.done.epoch}"
+            log.info("%s: %d steps to go", where, 0 if self.finished else self.to_go)
+
+    def _take_over(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         restore(self.task, self.optimizer, shared, own)
         self._set_options()
         self.done = self._rescaled(Progress(**shared["progress"]), shared["batch"])
@@ -271,9 +277,6 @@ class Trainer:
             self.in_epoch = Phases(own["epoch"])
             for entries, saved in zip(self._lists, own["lists"], strict=True):
                 entries[:] = saved
-        if self._chief:
-            where = f"going on after step {self.done.step}, in epoch {self.done.epoch}"
-            log.info("%s: %d steps to go", where, 0 if self.finished else self.to_go)
 
     def _set_options(self) -> None:
         """Those of now, where they differ from those that were saved; the learning rate is set in every step."""

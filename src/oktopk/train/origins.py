@@ -11,15 +11,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from oktopk.files import read_regular
+
 from .config import FROM_WORKLOAD, OPTIONS, ConfigError, TrainConfig, parse
 from .tasks import WORKLOADS
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 PREFIX = "OKTOPK_"
+_LARGEST = 1 << 20
 COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
 
 
@@ -86,7 +84,7 @@ def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
         text = known[str(name)]
     elif Path(name).suffix == ".toml" or Path(name).exists():
         try:
-            text = Path(name).read_text(encoding="utf-8")
+            text = read_regular(Path(name), _LARGEST).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"config {name}: {getattr(error, 'strerror', None) or error}") from error
     else:
@@ -95,9 +93,13 @@ def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _options(text: str, origin: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # of the extra `train`; `oktopk doctor` does without it, and without configurations
+        import tomli as tomllib
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # besides TOMLDecodeError: long numbers, deep nesting
         raise ConfigError(f"{origin}: not TOML: {error}") from error
     values = {key.replace("-", "_"): value for key, value in table.items()}
     for name in values:

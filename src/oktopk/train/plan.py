@@ -23,6 +23,7 @@ class Plan:
     parameters: int
     world: int
     ramp_steps: int = 0
+    ranks_per_host: int = 1
 
     @property
     def steps(self) -> int:
@@ -79,15 +80,19 @@ class Plan:
         )
 
     def volume(self) -> list[str]:
-        """Bytes of a step, dense and sparse: the payload by its formula, and what a rank sends, as expected."""
-        k = max(1, round(self.density * self.parameters))
-        ring = WORD_BYTES * ring_words(self.parameters, self.world)
-        sent = f"a rank sends {ring:,.0f} (ring)" if self.world > 1 else "one rank alone sends nothing"
+        """Bytes of a step, dense and sparse: the payload by its formula, and what a rank sends, as expected.
+
+        Ranks of a host that act as one send as one.
+        """
+        k, senders = max(1, round(self.density * self.parameters)), self.world // self.ranks_per_host
+        who = "rank" if self.ranks_per_host == 1 else "host"
+        ring = WORD_BYTES * ring_words(self.parameters, senders)
+        sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"one {who} alone sends nothing"
         lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
         if self.algorithm != "dense":
-            bound = WORD_BYTES * oktopk_words(k, self.world)
-            bounded = self.algorithm == "oktopk" and self.world > 1
-            about = f"; a rank sends less than {bound:,.0f} on average (6k words)" if bounded else ""
+            bound = WORD_BYTES * oktopk_words(k, senders)
+            bounded = self.algorithm == "oktopk" and senders > 1
+            about = f"; a {who} sends less than {bound:,.0f} on average (6k words)" if bounded else ""
             payload = f"{ENTRY_BYTES * k:,} bytes for {k:,} entries"
             lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
             if self.ramp_steps and self.density < RAMP_FROM:

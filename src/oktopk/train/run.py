@@ -159,6 +159,7 @@ def _plan(config: TrainConfig, task: Task[Any], place: Place) -> Plan:
         parameters=sum(parameter.numel() for parameter in task.model.parameters()),
         world=place.world,
         ramp_steps=config.ramp_steps,
+        ranks_per_host=config.ranks_per_host,
     )
 
 
@@ -194,7 +195,9 @@ def _optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> Dis
         ramp_steps=config.ramp_steps,
         momentum=(config.momentum or 0.0) if config.momentum_correction else 0.0,
         values=config.values,
+        join=config.join,
         max_skipped=config.max_skipped,
+        ranks_per_host=config.ranks_per_host,
     )
 
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from oktopk.checkpoint import redistribute
 from oktopk.errors import OkTopkError
-from oktopk.files import appearing, sync_folder
+from oktopk.files import appearing, open_regular, read_regular, sync_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 OKTOPK, BUFFERS = "oktopk", "buffers"
 _CHUNK_BYTES = 2**20
+_LARGEST_MANIFEST = 2**26
 _PLAIN = (bool, int, float, str, bytes, type(None))
 T = TypeVar("T")
 
@@ -127,11 +128,12 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     try:
-        content = json.loads((folder / MANIFEST).read_bytes())
+        content = json.loads(read_regular(folder / MANIFEST, _LARGEST_MANIFEST))
+        seal = _field(content, "sha256", str)
+        right = seal == _seal({name: value for name, value in content.items() if name != "sha256"})
     except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
-    seal = _field(content, "sha256", str)
-    if seal != _seal({name: value for name, value in content.items() if name != "sha256"}):
+    if not right:
         raise Damaged(f"{MANIFEST} is not what was written: its digest does not fit")
     if (version := _field(content, "format", int)) > FORMAT:
         raise CheckpointError(
@@ -148,7 +150,7 @@ def read_manifest(folder: Path) -> Manifest:
         _file_record(_field(content, "shared", dict)),
         tuple(_file_record(entry) for entry in _field(content, "ranks", list)),
     )
-    if _field(content, "world", int) != manifest.world:
+    if not manifest.ranks or _field(content, "world", int) != manifest.world:
         raise Damaged(f"{MANIFEST} contradicts itself: world {content['world']}, {manifest.world} ranks")
     return manifest
 
@@ -246,10 +248,10 @@ def _plain(value: Any, place: str) -> Any:
 def read_tensors(folder: Path, record: FileRecord) -> dict[str, Any]:
     """What is in a file, if that is what was written. No code in it is run."""
     try:
-        with open(folder / record.name, "rb") as file:
+        with open_regular(folder / record.name) as file:
             _verify(file, record)
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except Damaged:
+    except (Damaged, MemoryError):
         raise
     except Exception as error:  # of many kinds, for a file that was made to look right
         raise Damaged(f"{record.name} cannot be read: {str(error)[:300]}") from error

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oktopk.files import open_regular
+
 from .config import ConfigError
 from .folder import CHECKPOINTS
 from .snapshot import BUFFERS, MANIFEST, read_manifest
@@ -44,12 +46,18 @@ def _of_run(run: Path) -> Mapping[str, Tensor]:
 
 def _read(path: Path, given: Path, part: str = "parameters") -> Mapping[str, Tensor]:
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        with open_regular(path) as file:
+            found: Any = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(f"--pretrain {given}: {error.strerror or error}") from error
     except Exception as error:  # of many kinds, for a file that is something else
         raise ConfigError(f"--pretrain {given}: not a file of weights: {str(error)[:200]}") from error
     tensors = found.get(part, found.get("state_dict", found)) if isinstance(found, dict) else {}
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.values())):
         raise ConfigError(f"--pretrain {given}: not a file of weights: it holds something else")
     return tensors
+
+
+def _is_plain(value: object) -> bool:
+    """A tensor that can be copied: neither sparse nor quantized."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized

@@ -50,6 +50,7 @@ class Averaging:
             state = OkTopkState(
                 algorithm=own.algorithm, density=plan.density, values=own.values, auto=own.auto, join=own.join,
                 warmup_steps=AUTO_DENSE if own.auto else 0, sinks=[self.memory], timeout=plan.timeout,
+                ranks_per_host=plan.ranks_per_host if own.hosts else 1,
             )  # fmt: skip
             self.state = state.register(self.model)
         else:

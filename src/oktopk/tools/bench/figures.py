@@ -55,11 +55,12 @@ def record_of(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Turn]
     """Of one contender, by the turns of all ranks."""
     slowest = [max(turn.seconds for turn in step) for step in zip(*ranks, strict=True)]
     interface = _mean(ranks, lambda turn: turn.interface_bytes)
-    sent, source = _sent(ranks, interface)
+    sent, source = _sent(ranks, None if interface is None else interface / plan.ranks_per_host)
     return {
         "name": name,
         "link": plan.link,
         "ranks": plan.ranks,
+        "ranks_per_host": plan.ranks_per_host,
         "model": plan.model,
         "params": params,
         "density": plan.density,
@@ -86,11 +87,11 @@ def _values(plan: Plan, name: str) -> str | None:
     return None if own is None else own.values
 
 
-def _sent(ranks: Sequence[Sequence[Turn]], interface: float | None) -> tuple[float | None, str | None]:
-    """Bytes per rank and step, and who says so of most of them."""
+def _sent(ranks: Sequence[Sequence[Turn]], share: float | None) -> tuple[float | None, str | None]:
+    """Bytes per rank and step, and who says so of most of them. `share` is a rank's, of what left its host."""
     metered = _mean(ranks, lambda turn: turn.reduced.sent_bytes)
     if metered is None:
-        return interface, None if interface is None else INTERFACE
+        return share, None if share is None else INTERFACE
     modelled = _mean(ranks, lambda turn: turn.reduced.modelled_bytes) or 0.0
     return metered, MODELLED if modelled > metered / 2 else METERED
 

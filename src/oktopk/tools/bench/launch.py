@@ -31,7 +31,7 @@ def measure(plan: Plan, links: Sequence[str]) -> Iterator[list[Record]]:
     if not links:
         yield json.loads(on_loopback(_command(plan), plan.ranks, plan.timeout, plan.progress))
         return
-    with Lab(plan.ranks) as lab:
+    with Lab(plan.ranks // plan.ranks_per_host, ranks_per_host=plan.ranks_per_host) as lab:
         for link in links:
             lab.set_rate(None if link == NO_LIMIT else link)
             # Rank 0 shows its bar by way of this process, but its records are not for the screen.

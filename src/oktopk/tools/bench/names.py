@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from oktopk.algorithms import ALGORITHMS
 from oktopk.choice import TRIAL
 from oktopk.errors import OkTopkError
+from oktopk.settings import Settings
 from oktopk.wire import VALUE_CODES
 
 BACKWARD, DDP, FP16, BF16, POWERSGD = "backward", "ddp", "ddp-fp16", "ddp-bf16", "powersgd"
@@ -24,10 +25,10 @@ CONTENDERS = {
     MEMORY: "one pass over memory, without backward: residual += gradient",
     LINK: "the bytes of each sparse one of ours over the link and nothing else, without backward",
 }
-AUTO, JOIN = "auto", "join"
-VARIANTS = (*VALUE_CODES, AUTO, JOIN)
-JOINED_ENTRIES = 250_000
-"""Up to so many selected entries the buckets of a `join` contender share their messages."""
+AUTO, HOSTS = "auto", "hosts"
+GROUPS = {"join": 1_000_000_000, "apart": 0}
+"""How many selected entries the buckets of a group have: all, or those of one bucket."""
+VARIANTS = (*VALUE_CODES, AUTO, *GROUPS, HOSTS)
 AUTO_DENSE = 5
 """Dense steps that `auto` has for its comparison. DDP arranges its buckets anew after the first."""
 _WARMUP = 3
@@ -44,7 +45,9 @@ class Ours:
     algorithm: str
     values: str
     auto: bool = False
-    join: int = 0
+    join: int = Settings.join
+    hosts: bool = False
+    """The ranks of a host act as one."""
 
     @property
     def sparse(self) -> bool:
@@ -55,10 +58,10 @@ class Ours:
 def ours(name: str, values: str = "fp32") -> Ours | None:
     """What the name of one of our own contenders says; None if it is somebody else's.
 
-    >>> ours("oktopk:fp16")
-    Ours(algorithm='oktopk', values='fp16', auto=False, join=0)
+    >>> ours("oktopk:fp16:apart")
+    Ours(algorithm='oktopk', values='fp16', auto=False, join=0, hosts=False)
     >>> ours("topka:auto", values="bf16")
-    Ours(algorithm='topka', values='bf16', auto=True, join=0)
+    Ours(algorithm='topka', values='bf16', auto=True, join=250000, hosts=False)
     """
     algorithm, *variants = name.split(":")
     if algorithm not in ALGORITHMS:
@@ -69,8 +72,10 @@ def ours(name: str, values: str = "fp32") -> Ours | None:
     formats = [variant for variant in variants if variant in VALUE_CODES]
     if len(formats) > 1:
         raise BenchError(f"{name!r} has {len(formats)} value formats: give one")
-    join = JOINED_ENTRIES if JOIN in variants else 0
-    return Ours(algorithm, formats[0] if formats else values, AUTO in variants, join)
+    if len(set(GROUPS) & set(variants)) > 1:
+        raise BenchError(f"{name!r} has two ways to group buckets: give one")
+    join = next((GROUPS[variant] for variant in variants if variant in GROUPS), Settings.join)
+    return Ours(algorithm, formats[0] if formats else values, AUTO in variants, join, HOSTS in variants)
 
 
 def limited(name: str) -> str | None:

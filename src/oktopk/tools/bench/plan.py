@@ -35,6 +35,8 @@ class Plan:
     timeout: float = 1800.0
     """Seconds for the whole."""
     progress: bool = False
+    ranks_per_host: int = 1
+    """Ranks that share a host, and its link in a lab."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -51,6 +53,9 @@ class Plan:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise BenchError(f"{name.replace('_', '-')} must be above 0, got {value:g}")
+
+        if self.ranks_per_host < 1 or self.ranks % self.ranks_per_host:
+            raise BenchError(f"{self.ranks} ranks cannot be {self.ranks_per_host} on every host")
 
     @property
     def names(self) -> tuple[str, ...]:

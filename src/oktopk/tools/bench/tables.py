@@ -13,6 +13,7 @@ _HEAD = (
     *("MB sent", "exposed ms", "hidden"),
 )
 _LIMITS = ("limits ms", "above / limits")
+_HOST = "MB over the host's link"
 _MARKS = {MODELLED: " (ring)", INTERFACE: " (link)"}
 _MEANINGS = {
     MODELLED: "(ring): bytes of the ring algorithm; the inside of a library's collective cannot be seen",
@@ -26,6 +27,9 @@ def text(records: Sequence[Record]) -> str:
     if any(record["limits_seconds"] is not None for record in records):
         head += _LIMITS
         rows = [row + _limits(record) for row, record in zip(rows, records, strict=True)]
+    if any(record["ranks_per_host"] > 1 and record["interface_bytes"] is not None for record in records):
+        head.append(_HOST)
+        rows = [[*row, _over_link(record)] for row, record in zip(rows, records, strict=True)]
     shown = [table(head, rows)]
     sources = {record["sent_bytes_source"] for record in records}
     shown += [meaning for source, meaning in _MEANINGS.items() if source in sources]
@@ -67,6 +71,11 @@ def _phase_row(record: Record, stages: Sequence[str]) -> list[object]:
     seconds = [record["median_step_seconds"], record["backward_seconds"], *taken, sum(taken)]
     shown = map(_milliseconds, [*seconds, record["exposed_seconds"]])
     return [record["link"] or "loopback", record["name"], *shown]
+
+
+def _over_link(record: Record) -> str | None:
+    counted = record["interface_bytes"]
+    return None if counted is None else f"{counted / 1e6:.4g}"
 
 
 def _milliseconds(seconds: float | None) -> str | None:

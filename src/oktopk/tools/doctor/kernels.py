@@ -42,7 +42,7 @@ def _answers(used: Backend, x: Tensor) -> dict[str, list[Any]]:
         "scatter_add_": [grown, region],
         "assign_": [used.assign_(filled := x.clone(), picked.indices, picked.values), filled],
         "union_sum": list(used.union_sum([(picked.indices, picked.values), (half, region[half.long()])], 0, SIZE)),
-        "common": [used.common(picked.indices, half)],
+        "common": list(used.common(picked.indices, picked.values, half)),
     }
 
 

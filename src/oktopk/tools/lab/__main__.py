@@ -13,13 +13,14 @@ from .namespaces import LabError
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m oktopk.tools.lab",
-        description="Run a command on every host of a small cluster that is made of network namespaces on this "
+        description="Run a command on the hosts of a small cluster that is made of network namespaces on this "
         "machine, and removed afterwards. Needs root. The command finds RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT in its environment, so that torch.distributed works in it. The output of rank 0 is shown; "
         "that of other ranks only when they fail.",
         epilog="example: python -m oktopk.tools.lab --hosts 4 --rate 1gbit -- python job.py",
     )
-    parser.add_argument("--hosts", type=int, default=4, help="number of hosts, one rank each (default: 4)")
+    parser.add_argument("--hosts", type=int, default=4, help="number of hosts (default: 4)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="ranks that share a host (default: 1)")
     parser.add_argument("--rate", help="rate of each link, both ways: 100mbit, 1gbit (default: no limit)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the job (default: 600)")
     parser.add_argument(
@@ -34,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _arguments()
     options = parser.parse_args(argv)
     try:
-        with Lab(options.hosts, options.rate) as lab:
+        with Lab(options.hosts, options.rate, options.ranks_per_host) as lab:
             lab.run(options.command, timeout=options.timeout, grace=options.grace, stream=True)
-            for rank, host in enumerate(lab.counters()):
+            for number, host in enumerate(lab.counters()):
                 sent, received = host.sent_bytes / 1e6, host.received_bytes / 1e6
-                print(f"host {rank}: {sent:.2f} MB sent, {received:.2f} MB received", file=sys.stderr)
+                print(f"host {number}: {sent:.2f} MB sent, {received:.2f} MB received", file=sys.stderr)
     except ValueError as error:
         parser.error(str(error))
     except LabError as error:

@@ -73,19 +73,23 @@ class Lab:
         with Lab(hosts=4, rate="1gbit") as lab:
             results = lab.run([sys.executable, "job.py"], timeout=120)
 
-    A job is one process per host, whose rank is the number of the host. A rate of None is no limit.
+    A job is `ranks_per_host` processes on every host; those of host h have the ranks from h * ranks_per_host on.
+    They share the link of their host, and reach each other without it. A rate of None is no limit.
     """
 
     _numbers = itertools.count()
 
-    def __init__(self, hosts: int, rate: str | None = None) -> None:
+    def __init__(self, hosts: int, rate: str | None = None, ranks_per_host: int = 1) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be in 1..{MAX_HOSTS}, got {hosts}")
+        if ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
         if rate is not None:
             parse_rate(rate)
         if problem := _missing():
             raise LabError(problem)
-        self.rate, self.addresses = rate, [f"10.77.0.{host + 1}" for host in range(hosts)]
+        self.rate, self.ranks_per_host = rate, ranks_per_host
+        self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
         self._prefix = f"oktopk-{os.getpid()}-{birth(os.getpid())}-{next(self._numbers)}-"
         self._bridge = self._prefix + "bridge"
         self._hosts = [f"{self._prefix}host{host}" for host in range(hosts)]
@@ -154,7 +158,7 @@ class Lab:
         return [Counters(x["tx"]["bytes"], x["tx"]["packets"], x["rx"]["bytes"], x["rx"]["packets"]) for x in both]
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, stream: bool = False) -> Job:
-        """Start the command on every host, set up for `torch.distributed.init_process_group("gloo")`.
+        """Start the command for every rank, set up for `torch.distributed.init_process_group("gloo")`.
 
         `stream` shows what rank 0 writes as it comes, while `Job.wait` waits.
         """
@@ -162,7 +166,8 @@ class Lab:
         if self._job and self._job.results is None:
             raise LabError("the hosts are busy: a lab runs one job at a time")
         with signals_held():
-            self._job = Job(command, self._hosts, self._environment(env or {}), stream)
+            spaces = [space for space in self._hosts for _ in range(self.ranks_per_host)]
+            self._job = Job(command, spaces, self._environments(env or {}), stream)
         return self._job
 
     def run(
@@ -193,20 +198,24 @@ class Lab:
             call("ip", "-n", space, "link", "set", INTERFACE, "addrgenmode", "none", "up")
             call("ip", "-n", space, "link", "set", "lo", "up")
 
-    def _environment(self, given: Mapping[str, str]) -> dict[str, str]:
+    def _environments(self, given: Mapping[str, str]) -> list[dict[str, str]]:
+        """Of each rank."""
+        world = len(self._hosts) * self.ranks_per_host
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        return {
+        shared = {
             **defaults,
             **inherited,
             **given,
-            "WORLD_SIZE": str(len(self._hosts)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
             "MASTER_ADDR": self.addresses[0],
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
+        return [
+            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % self.ranks_per_host)} for rank in range(world)
+        ]
 
     def _check_open(self) -> None:
         if self not in live:

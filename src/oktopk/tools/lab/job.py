@@ -1,4 +1,4 @@
-"""A job: one process per host, what each of them has written, and how it ended."""
+"""A job: the processes on the hosts, what each of them has written, and how it ended."""
 
 from __future__ import annotations
 
@@ -68,10 +68,14 @@ class _Output:
 
 
 class Job:
-    """One process per host, under way. It ends with `wait`, or with its lab."""
+    """A process per rank, each in the namespace of its host, under way. It ends with `wait`, or with its lab."""
 
     def __init__(
-        self, command: Sequence[str], spaces: Sequence[str], environment: Mapping[str, str], stream: bool
+        self,
+        command: Sequence[str],
+        spaces: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        stream: bool,
     ) -> None:
         self.results: list[RankResult] | None = None
         self._spaces = spaces
@@ -79,13 +83,13 @@ class Job:
         echoes = [(sys.stdout, sys.stderr) if stream and not rank else (None, None) for rank in range(len(spaces))]
         self._outputs = [(_Output(out), _Output(err)) for out, err in echoes]
         try:
-            for rank, (space, (out, err)) in enumerate(zip(spaces, self._outputs, strict=True)):
+            for space, environment, (out, err) in zip(spaces, environments, self._outputs, strict=True):
                 process = subprocess.Popen(
                     [tool("ip") or "ip", "netns", "exec", space, *command],
                     stdin=subprocess.DEVNULL,
                     stdout=out.file,
                     stderr=err.file,
-                    env={**environment, "RANK": str(rank)},
+                    env=environment,
                     start_new_session=True,
                 )
                 self._processes.append(process)

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from . import runs
 from .figures import report
@@ -45,7 +45,7 @@ class Source:
 
 
 class Server(ThreadingHTTPServer):
-    """GET and HEAD of two names, asked for under a name of this machine: no page elsewhere can read them."""
+    """GET of two names, asked for under a name of this machine: no page elsewhere can read them."""
 
     daemon_threads = True
     block_on_close = False
@@ -76,26 +76,28 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(
                 HTTPStatus.MISDIRECTED_REQUEST, "ask for this page by the address it was told with\n"
             )
-        address = urlsplit(self.path)
+        path, _, query = self.path.partition("?")
         makers: dict[str, Callable[[str], None]] = {"/": self._page, "/state.json": self._state}
-        maker = makers.get(address.path)
+        maker = makers.get(path)
         if maker is None:
             return self._answer(HTTPStatus.NOT_FOUND, "there is nothing but the report\n")
         try:
-            return maker(address.query)
+            return maker(query)
         except ConnectionError:
             raise
         except Exception as error:
             log.exception("the report could not be made")
             return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"the report could not be made: {error}\n")
 
-    do_HEAD = do_GET  # noqa: N815 - http.server's name
-
     def _refuse(self) -> None:
         self.close_connection = True
-        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only\n", allow="GET, HEAD")
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "GET only\n", allow="GET")
 
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse  # noqa: N815 - http.server's names
+    def __getattr__(self, name: str) -> Any:
+        """http.server asks for do_POST and the like, and says that it is not implemented if there is none."""
+        if name.startswith("do_"):
+            return self._refuse
+        raise AttributeError(name)
 
     def _page(self, _: str) -> None:
         version, document = self.server.source.now()

@@ -6,13 +6,18 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from oktopk.files import open_regular
 
 LONGEST_TEXT = 400
 """Characters of a name or a list of culprits; what is longer is cut."""
 LARGEST_TEXT_FILE = 2**18
+LONGEST_LINE = 2**22
+"""Bytes of a line of JSON; a step with thousands of buckets has less."""
 LARGEST_NUMBER = 1e60
 """Nothing that is measured is larger, and sums of many such still are numbers."""
+_TOO_LONG = b"too long"
 _SIZE_BINS = range(64)
 _OF_NUMBERS = ("reduction", "step", "train", "validation")
 _NO_NUMBERS = frozenset({"event", "phase", "algorithm", "culprits", "skipped", "exact", "slowest_rank", "traffic"})
@@ -69,13 +74,22 @@ def sizes(value: object) -> dict[int, int]:
     return {power: count for power, count in bins.items() if count}
 
 
+def is_own(path: Path) -> bool:
+    """A file of its folder. Not a pipe, which might never end, nor a link to a file elsewhere: what is in it would
+    be in a page that is shown to others."""
+    try:
+        return path.is_file() and path.resolve().parent.is_relative_to(path.parent.resolve())
+    except OSError:  # links in a circle
+        return False
+
+
 def text_file(path: Path, notes: list[str]) -> str:
     """What the file says, or nothing and a note."""
-    if not path.is_file():  # nor a pipe, which might never end
+    if not is_own(path):
         notes.append(f"There is no {path.name}.")
         return ""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             content = file.read(LARGEST_TEXT_FILE + 1)
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}.")
@@ -95,14 +109,14 @@ def json_file(path: Path, notes: list[str]) -> Row:
 
 def rows(path: Path, notes: list[str]) -> Iterator[Row]:
     """The lines of a JSONL file that are objects. The last one may be only half written yet."""
-    if not path.is_file():
+    if not is_own(path):
         notes.append(f"There is no {path.name}: nothing is known of single steps.")
         return
     bad: list[int] = []
     dropped: Counter[str] = Counter()
     try:
-        with open(path, "rb") as file:
-            for place, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for place, line in enumerate(_lines(file), start=1):
                 row = _parsed(line)
                 if row is not None:
                     dropped.update(_without_number(row))
@@ -121,6 +135,16 @@ def rows(path: Path, notes: list[str]) -> Iterator[Row]:
         )
     if dropped:
         notes.append(_what_was_dropped(dropped, path.name))
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """A line that is too long comes as one that is no JSON."""
+    while line := file.readline(LONGEST_LINE):
+        shown = line
+        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE)
+            shown = _TOO_LONG + line[-1:]
+        yield shown
 
 
 def _without_number(row: Row) -> Iterator[str]:

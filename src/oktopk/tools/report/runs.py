@@ -14,7 +14,7 @@ from pathlib import Path
 from oktopk.errors import OkTopkError
 from oktopk.metrics import DENSE, SPARSE
 
-from .reading import Row, amount, json_file, number, numbers, rows, sizes, text, text_file, whole
+from .reading import Row, amount, is_own, json_file, number, numbers, rows, sizes, text, text_file, whole
 
 CONFIG, PLAN, RESULT, METRICS, SWEEP = "config.toml", "plan.json", "result.json", "metrics.jsonl", "sweep.json"
 FILES = (CONFIG, PLAN, RESULT, METRICS)
@@ -127,7 +127,7 @@ def _runs_in(path: Path) -> list[Path]:
         raise ReportError(f"{path} is no folder: give the folder of a run, or of a sweep")
     if _is_run(path):
         return [path]
-    inside = sorted(child for child in path.iterdir() if child.is_dir() and _is_run(child))
+    inside = sorted(child for child in path.iterdir() if _is_below(child, path) and _is_run(child))
     if not inside:
         raise ReportError(f"there is no run in {path}: neither it nor a folder in it has a {CONFIG} or {METRICS}")
     order = {name: place for place, name in enumerate(_order(path / SWEEP))}
@@ -135,7 +135,15 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in FILES)
+    return any(is_own(path / name) for name in FILES)
+
+
+def _is_below(child: Path, folder: Path) -> bool:
+    """A link to a folder elsewhere is not of the sweep; who means it gives that folder itself."""
+    try:
+        return child.is_dir() and child.resolve().is_relative_to(folder.resolve())
+    except OSError:  # links in a circle
+        return False
 
 
 def _order(path: Path) -> list[str]:
@@ -161,7 +169,7 @@ def read(folder: Path, name: str) -> Run:
     notes: list[str] = []
     steps, epochs, validations = _sorted_out(rows(folder / METRICS, notes))
     plan, config = json_file(folder / PLAN, notes), text_file(folder / CONFIG, notes)
-    result = json_file(folder / RESULT, []) if (folder / RESULT).is_file() else {}
+    result = json_file(folder / RESULT, [])
     if steps and not any(step.traffic is not None for step in steps):
         notes.append("The steps have no traffic by operation: an older version wrote them, or none was metered.")
     if steps and not any(step.train for step in steps):

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from oktopk.comm import Communicator, Pending
+from oktopk.comm import Communicator, Pending, Wrapped
 from oktopk.traffic import Operation
 from oktopk.wire import HEADER_BYTES, MAGIC
 
@@ -76,7 +76,7 @@ def parts_of(message: Tensor) -> list[Part]:
     parts, at = [], _LENGTH.size
     while part := _part(data, at):
         parts.append(part)
-        at += _LENGTH.unpack_from(data, at)[0]
+        at += max(HEADER_BYTES, _LENGTH.unpack_from(data, at)[0])
     return parts
 
 
@@ -87,7 +87,7 @@ def _part(data: memoryview, at: int) -> Part | None:
     return (sender, entries, span) if magic == MAGIC else None
 
 
-class Recorded(Communicator):
+class Recorded(Wrapped):
     """Wraps any communicator; `take()` gives what was done since the last call."""
 
     def __init__(self, inner: Communicator) -> None:
@@ -156,12 +156,6 @@ class Recorded(Communicator):
         if operation != self._operation:
             self._operation, self._encoded = operation, False
             self._encoding = self._trace.add(ENCODE, 0, 0)
-
-    def fail(self, error: BaseException) -> None:
-        self.inner.fail(error)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class _Sending:

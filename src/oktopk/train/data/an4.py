@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import lzma
 import os
-import re
 import shutil
 import tarfile
 import tempfile
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from oktopk.files import appearing
+from oktopk.files import appearing, read_regular
 
 from . import labels
 from .audio import SAMPLE_RATE, read_samples, write_samples
@@ -27,9 +26,10 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with how many utterances are done and how many there are."""
 
-_TRANSCRIPT = re.compile(r"(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<id>[^()\s]+)\)")
 _DAMAGED = (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError)
 _ENDINGS = (".sph", ".wav")
+_LARGEST = 1 << 27
+"""Bytes of a file in the archive: more than an hour of sound. A small archive can hold any number of zeros."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,11 @@ def _entries(root: Path, list_name: str, problems: list[Problem]) -> Iterator[_E
 def _sound_of(root: Path, identity: str) -> Path:
     for ending in _ENDINGS:
         path = root / "wav" / f"{identity}{ending}"
-        if path.is_file():
-            return path
+        try:
+            if path.is_file():
+                return path
+        except OSError as error:
+            raise DataError(f"{identity[:50]!r}: {error.strerror}") from error
     raise DataError(f"wav/{identity}.sph is missing")
 
 
@@ -179,20 +182,34 @@ def _transcripts(root: Path, name: str, problems: list[Problem]) -> dict[str, st
     """From the name of the utterance to its text; `<s> YES </s> (id)` in one list, `YES (id)` in the other."""
     texts: dict[str, str] = {}
     for number, line in enumerate(_read_list(root, name), 1):
-        match = _TRANSCRIPT.fullmatch(line)
-        if match is None:
-            problems.append(Problem(name, f"not 'text (id)': {line!r}", number))
-        elif match["id"] in texts:
-            problems.append(Problem(name, f"a second transcript of {match['id']}; the first one counts", number))
+        text, identity = _said(line)
+        if not identity:
+            problems.append(Problem(name, f"not 'text (id)': {line[:100]!r}", number))
+        elif identity in texts:
+            problems.append(Problem(name, f"a second transcript of {identity}; the first one counts", number))
         else:
-            texts[match["id"]] = match["text"].strip()
+            texts[identity] = text
     return texts
+
+
+def _said(line: str) -> tuple[str, str]:
+    """Text and name of an utterance; no name if the line has none.
+
+    >>> _said("<s> YES </s> (a1-f)"), _said("ERASE C (t1-g)"), _said("no brackets")
+    (('YES', 'a1-f'), ('ERASE C', 't1-g'), ('', ''))
+    """
+    before, mark, after = line.rpartition("(")
+    identity = after.removesuffix(")")
+    if not mark or identity == after or ")" in identity or identity.split() != [identity]:
+        return "", ""
+    return before.strip().removeprefix("<s>").removesuffix("</s>").strip(), identity
 
 
 def _read_list(root: Path, name: str) -> list[str]:
     path = root / "etc" / name
     try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = read_regular(path, _LARGEST).decode("utf-8")
+        return [line.strip() for line in text.splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the corpus's list cannot be read: {error}") from error
 
@@ -219,7 +236,10 @@ def _unpacked(source: Path, destination: Path, problems: list[Problem]) -> Itera
             _unpack(source, Path(name), problems)
         except _DAMAGED as error:
             raise DataError(f"{source}: not a whole tar archive: {error}") from error
-        yield Path(name)
+        try:
+            yield Path(name)
+        except DataError as error:  # the folder is gone when it is read
+            raise DataError(str(error).replace(name, str(source))) from error
 
 
 def _unpack(source: Path, folder: Path, problems: list[Problem]) -> None:
@@ -231,9 +251,10 @@ def _unpack(source: Path, folder: Path, problems: list[Problem]) -> None:
             if not _is_inside(member.name):
                 problems.append(Problem(str(source), f"{member.name!r} leads out of the archive"))
                 continue
-            content = archive.extractfile(member) if member.isreg() else None
+            content = archive.extractfile(member) if member.isreg() and member.size <= _LARGEST else None
             if content is None:
-                problems.append(Problem(str(source), f"{member.name!r} is not a regular file"))
+                what = f"{member.name!r} is not a regular file of at most {_LARGEST:,} bytes"
+                problems.append(Problem(str(source), what))
                 continue
             path = folder / member.name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,13 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oktopk.files import appearing
+from oktopk.files import appearing, open_regular
 
 from .problems import DataError
 
 SAMPLE_RATE = 16_000
 SPHERE = b"NIST_1A"
 FULL_SCALE = 32768.0
+LONGEST_SECONDS = 3600
+"""A head can announce any number of samples; room is made for so many at most."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,21 @@ class SoundInfo:
 def inspect(path: Path) -> SoundInfo:
     """What the file's head says; a DataError unless it is sound as the features need it."""
     soundfile = _soundfile()
+    start = _start(path)
     try:
         head = soundfile.info(str(path))
     except (soundfile.SoundFileError, OSError) as error:
-        raise DataError(f"{path}: {_why_unreadable(path, error)}") from error
+        raise DataError(f"{path}: {_why_unreadable(start, error)}") from error
     info = SoundInfo(head.frames, head.samplerate, head.channels, head.subtype.startswith("PCM_"))
     if info.rate != SAMPLE_RATE:
         raise DataError(f"{path}: {info.rate} Hz instead of {SAMPLE_RATE}; convert it first")
     if info.channels != 1:
         raise DataError(f"{path}: {info.channels} channels instead of 1; mix them down first")
-    if info.frames == 0:
+    if info.frames <= 0:
         raise DataError(f"{path}: no samples in it")
-    announced = _sphere_count(path)
+    if info.seconds > LONGEST_SECONDS:
+        raise DataError(f"{path}: says that it lasts {info.seconds:.4g} seconds; cut it to {LONGEST_SECONDS}")
+    announced = _sphere_count(start)
     if announced is not None and announced > info.frames:
         raise DataError(f"{path}: cut off after {info.frames} of {announced} samples")
     return info
@@ -87,33 +92,35 @@ def _read(path: Path, dtype: str) -> NDArray[np.generic]:
     try:
         samples, _ = soundfile.read(str(path), dtype=dtype)
     except (soundfile.SoundFileError, OSError) as error:
-        raise DataError(f"{path}: {_why_unreadable(path, error)}") from error
+        raise DataError(f"{path}: {_why_unreadable(_start(path), error)}") from error
     if len(samples) != info.frames:
         raise DataError(f"{path}: cut off after {len(samples)} of {info.frames} samples")
     return np.asarray(samples)
 
 
-def _why_unreadable(path: Path, error: Exception) -> str:
-    """libsndfile says "Format not recognised" to nearly everything; look for ourselves first."""
+def _start(path: Path) -> bytes:
+    """Its first bytes; libsndfile would wait for a pipe."""
     try:
-        with open(path, "rb") as file:
-            head = file.read(512)
-    except OSError as reason:
-        return reason.strerror or str(reason)
-    if not head:
+        with open_regular(path) as file:
+            return file.read(1024)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _why_unreadable(start: bytes, error: Exception) -> str:
+    """libsndfile says "Format not recognised" to nearly everything; look for ourselves first."""
+    if not start:
         return "the file is empty"
-    if all(byte in b"\t\n\r" or byte >= 32 for byte in head) and not head.startswith((b"RIFF", SPHERE)):
+    if all(byte in b"\t\n\r" or byte >= 32 for byte in start) and not start.startswith((b"RIFF", SPHERE)):
         return "text instead of sound"
     return f"not a readable sound file ({error})"
 
 
-def _sphere_count(path: Path) -> int | None:
+def _sphere_count(start: bytes) -> int | None:
     """How many samples a SPHERE head announces: libsndfile reads on silently when a file was cut off."""
-    with open(path, "rb") as file:
-        head = file.read(1024)
-    if not head.startswith(SPHERE):
+    if not start.startswith(SPHERE):
         return None
-    for line in head.split(b"\n"):
+    for line in start.split(b"\n"):
         words = line.split()
         if len(words) == 3 and words[0] == b"sample_count" and words[2].isdigit():
             return int(words[2])

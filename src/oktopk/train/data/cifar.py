@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from oktopk.files import write_atomically
+from oktopk.files import read_regular, write_atomically
 
 from .images import ENDINGS, pixels_of, read_rgb
 from .pictures import Pictures, Scale
@@ -206,7 +206,7 @@ def _from_folder(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
         if place is None:
             continue
         try:
-            yield _Entry(str(path), *place, path.read_bytes())
+            yield _Entry(str(path), *place, read_regular(path, _LARGEST))
         except OSError as error:
             problems.append(Problem(str(path), error.strerror or str(error)))
 

@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from oktopk.files import open_regular
 
 from .pictures import ImageBatch, sample_random
 from .problems import DataError, Problem, listing
@@ -187,7 +189,10 @@ def pixels_of(image: Any) -> NDArray[np.uint8]:
 def _opened(file: Path | BinaryIO, name: str) -> Iterator[Any]:
     module = _pillow()
     try:
-        with module.open(file) as image:
+        opened: AbstractContextManager[BinaryIO] = (
+            open_regular(file) if isinstance(file, Path) else nullcontext(file)
+        )
+        with opened as content, module.open(content) as image:
             yield image
     except module.UnidentifiedImageError as error:
         raise DataError(f"{name}: not an image") from error

@@ -2,7 +2,8 @@
 
     train/wav/an251-fash-b.wav,train/txt/an251-fash-b.txt
 
-Relative paths start at the manifest's own folder.
+Relative paths start at the manifest's own folder and stay below it, through links too; files that lie elsewhere
+have absolute ones.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oktopk.files import keep_copy, write_atomically
+from oktopk.files import keep_copy, open_regular, read_regular, write_atomically
 
 from .problems import DataError, Problem, listing
 
 TRAIN_MANIFEST = "an4_train_manifest.csv"
 VAL_MANIFEST = "an4_val_manifest.csv"
+_LARGEST = 1 << 28
+_LARGEST_TRANSCRIPT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     problems: list[Problem] = []
     for number, line in _lines(path):
         try:
-            sound, transcript = (_below(path.parent, name) for name in _fields(line))
+            sound, transcript = (_checked(path.parent, name) for name in _fields(line))
             _check_sound(sound)
             utterances.append(Utterance(sound, transcript, _read_text(transcript), number))
         except DataError as error:
@@ -74,8 +77,9 @@ def write_manifest(path: str | os.PathLike[str], pairs: Iterable[tuple[Path, Pat
 def repair(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> Repair:
     """Find the files of another machine's manifest below `root`, by the longest matching end of their paths.
 
-    A path that leads to a file stays. A line for which nothing, or more than one file, is found stays as it is
-    and is reported. The manifest as it was is kept beside it, as `.bak`.
+    A path that leads to a file stays, unless it climbs out of the manifest's folder. A line for which nothing, or
+    more than one file, is found stays as it is and is reported. The manifest as it was is kept beside it, as
+    `.bak`.
     """
     path, root = Path(manifest), Path(root)
     files = _files_by_name(root)
@@ -107,7 +111,7 @@ def repair(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> Re
 def _lines(path: Path) -> list[tuple[int, str]]:
     """The lines that hold something, with their numbers."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_regular(path, _LARGEST).decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"{path}: the manifest cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -142,9 +146,26 @@ def _below(folder: Path, name: str) -> Path:
     return folder / name  # an absolute name stays one
 
 
+def _checked(folder: Path, name: str) -> Path:
+    if _leads_out(folder, name):
+        raise DataError(f"{name!r} leads out of the manifest's folder; `oktopk data fix-manifest` may find it")
+    return _below(folder, name)
+
+
+def _leads_out(folder: Path, name: str) -> bool:
+    """By its words, or by a link on its way."""
+    if Path(name).is_absolute():
+        return False
+    return ".." in Path(name).parts or not _stays_below(folder, _below(folder, name))
+
+
+def _stays_below(folder: Path, path: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 def _check_sound(path: Path) -> None:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if not file.read(1):
                 raise DataError(f"{path} is empty")
     except OSError as error:
@@ -153,7 +174,7 @@ def _check_sound(path: Path) -> None:
 
 def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = read_regular(path, _LARGEST_TRANSCRIPT).decode("utf-8").strip()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -164,9 +185,10 @@ def _read_text(path: Path) -> str:
 
 
 def _relative(path: Path | str, folder: Path) -> str:
-    """Without `..`: what lies elsewhere keeps its absolute path."""
+    """Without `..`: what lies elsewhere, or is a link that leads there, keeps its absolute path."""
     path, folder = Path(path).absolute(), folder.absolute()
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+    inside = path.is_relative_to(folder) and _stays_below(folder, path)
+    return path.relative_to(folder).as_posix() if inside else str(path)
 
 
 def _files_by_name(root: Path) -> dict[str, list[Path]]:
@@ -181,7 +203,7 @@ def _files_by_name(root: Path) -> dict[str, list[Path]]:
 
 def _find(name: str, folder: Path, files: dict[str, list[Path]]) -> Path | str | None:
     """Where the file is now; None if the name leads to it already; a sentence if that cannot be said."""
-    if _is_file(_below(folder, name)):
+    if not _leads_out(folder, name) and _is_file(_below(folder, name)):
         return None
     wanted = name.replace("\\", "/").split("/")
     matches = [(_common_end(wanted, file.absolute().parts), file) for file in files.get(wanted[-1], [])]

@@ -1,0 +1,130 @@
+"""Dense sums that go DDP's way: begun by whoever hands in the bucket, in DDP's own group, and looked at later.
+
+    hook     begin the sum of bucket 0 ── of bucket 1 ── of the last one ── wait for that, settle the step
+    worker                          └─ wait, look at 0 ── wait, look at 1 ─┘
+
+A thread that is woken, or connections that were idle, cost a small model more than its sum. Buckets go this way as
+long as those of their step are dense, which all ranks know without asking.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .accumulator import Accumulator
+from .lane import Lane, Settled, dense_settled
+from .lanes import Inspect, LaneReducer
+from .metrics import DENSE, ReductionEvent, Seconds, Span, Volume, Wire
+from .sparse import all_finite
+from .traffic import Operation, ring
+
+Wait = Callable[[], None]
+Post = Callable[[Tensor, Operation], Wait]
+
+_OPERATION = Operation("all_reduce", "dense")
+
+
+class Posted(NamedTuple):
+    """A bucket whose sum is under way."""
+
+    lane: Lane
+    grad: Tensor
+    scale: float | None
+    acc: Accumulator
+    mean: Tensor
+    """What is summed: the memory of the gradient itself if nothing is added to it."""
+    idle: bool
+    """Some parameter has no gradient here: its residual was set aside."""
+    aside: ExitStack
+    wait: Wait
+    begun: float
+    posted: float
+
+
+class PostedSums:
+    """Begins sums, and takes in what they give in the same order. One thread may begin while another one ends."""
+
+    def __init__(self, reducer: LaneReducer, post: Post | None) -> None:
+        self._reducer, self._post = reducer, post
+        self.under_way: deque[Posted] = deque()
+        self._free = 0.0
+        """When the last sum was done with: the next one counts from there."""
+
+    def possible(self, grad: Tensor) -> bool:
+        return self._post is not None and grad.is_cpu and not self._reducer.settings.momentum
+
+    def begin(self, lane: Lane, grad: Tensor, scale: float | None) -> None:
+        assert self._post is not None
+        begun, idle, aside = time.perf_counter(), False, ExitStack()
+        work, residual = self._reducer.dense_work(lane, grad, scale)
+        acc = Accumulator(work, residual)
+        share = 1.0 / self._reducer.meter.world  # before the sum, as in DDP: only that gives the same bits
+        try:
+            if residual is None:
+                mean = work.mul_(share)
+            else:
+                idle = bool(aside.enter_context(self._reducer.set_aside(lane.bucket, work, residual)))
+                mean = acc.values * share
+            wait = self._post(mean, _OPERATION)
+        except BaseException:
+            with aside:
+                acc.roll_back()
+            raise
+        self.under_way.append(Posted(lane, grad, scale, acc, mean, idle, aside, wait, begun, time.perf_counter()))
+
+    def at_once(self, lane: Lane, grad: Tensor, step: int) -> ReductionEvent | None:
+        """Begin a sum that is alone and adds nothing, and wait for it. If it is not finite, end() has the rest."""
+        self.begin(lane, grad, None)
+        one = self.under_way[0]
+        one.wait()
+        done = time.perf_counter()
+        if not all_finite(one.mean):
+            return None
+        self.under_way.clear()
+        return self._event(one, step, done)
+
+    def end(self, one: Posted, step: int, inspect: Inspect | None) -> tuple[Settled, ReductionEvent]:
+        """Wait for a sum. Without `inspect` it does not count: the step is lost already."""
+        one.wait()  # if that fails, the sum is still under way: cancel() takes it back
+        done = time.perf_counter()
+        with one.aside:
+            skipped = inspect is None or not all_finite(one.mean)
+            if not skipped:
+                one.acc.finish_dense(one.mean)
+            else:
+                if inspect is not None:
+                    inspect(one.acc)
+                one.acc.roll_back()
+        settled = dense_settled(one.lane, one.grad, one.acc, one.scale, skipped, one.idle)
+        return settled, self._event(one, step, done)
+
+    def _event(self, one: Posted, step: int, done: float) -> ReductionEvent:
+        """Made by hand: a step of a small model takes no longer than a handful of sums over figures."""
+        meter, size = self._reducer.meter, one.lane.bucket.size
+        start, exchange = max(one.begun, self._free), Span("exchange", max(one.posted, self._free), done)
+        traffic = meter.take()
+        seconds = self._reducer.blocked = max(0.0, done - exchange.start)
+        traffic[_OPERATION] = ring(one.mean.nbytes, meter.world, seconds)
+        stop = self._free = time.perf_counter()
+        return ReductionEvent(
+            step=step, bucket=one.lane.index, phase=DENSE, algorithm="dense",
+            volume=Volume(size, size, one.grad.nbytes), target_count=size, local_count=size,
+            threshold=0.0, global_threshold=0.0, exact=False,
+            residual_norm=self._reducer.measure(one.lane, one.acc.residual, step),
+            wire=Wire.of(traffic), seconds=Seconds(exchange=seconds, other=stop - start - seconds),
+            slowest_rank=None, skipped=False, start=start, stop=stop, spans=(exchange,), traffic=traffic,
+        )  # fmt: skip
+
+    def cancel(self) -> None:
+        """Without waiting: the others will not answer any more."""
+        while self.under_way:
+            one = self.under_way.popleft()
+            with one.aside:
+                if one.acc.residual is not None:  # else the library may still be at work on the gradient itself
+                    one.acc.roll_back()

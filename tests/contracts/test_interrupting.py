@@ -1,0 +1,84 @@
+"""A thread that waits for other ranks can be woken by another thread of its own rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import worlds
+from test_failing_ranks import SILENCED, all_here, wait_in_vain
+
+from oktopk import CommError, Communicator, run_threads
+
+WAITERS = 2
+Ending = tuple[Exception | None, float]
+"""The error a wait has ended by, and after how long."""
+
+
+def woken(comm: Communicator, name: str) -> Ending | None:
+    """How the wait of another thread ended; rank 0 is the one that all others wait for."""
+    if comm.rank == 0:
+        return None
+    found: list[Ending] = []
+    waiting = threading.Thread(target=lambda: found.append(wait_in_vain(comm, name)))
+    waiting.start()
+    waiting.join(1.0)
+    assert waiting.is_alive()
+    comm.interrupt()
+    waiting.join(20.0)
+    return found[0] if found else None
+
+
+def all_woken(connect: Callable[..., Communicator], done: Path) -> dict[str, Ending | None]:
+    comms = {name: connect(timeout=60.0) for name in SILENCED}
+    ends = {name: woken(comm, name) for name, comm in comms.items()}
+    all_here(done, comms["recv"])
+    return ends
+
+
+def assert_woken(name: str, ends: list[Ending | None]) -> None:
+    """By an error that says so, except for who has noticed that another one hung up."""
+    assert ends[0] is None
+    said = []
+    for end in ends[1:]:
+        assert end is not None, "it still waits"
+        assert isinstance(end[0], CommError), repr(end[0])
+        said.append(str(end[0]))
+    assert f"{name} (silence): the communicator has been closed in the middle of it" in said
+
+
+@pytest.mark.parametrize("name", SILENCED)
+def test_a_waiting_thread_is_woken_on_threads(name: str) -> None:
+    assert_woken(name, run_threads(1 + WAITERS, lambda comm: woken(comm, name)))
+
+
+@pytest.fixture(scope="module")
+def on_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ending | None]]:
+    return worlds.run("gloo", 1 + WAITERS, all_woken, tmp_path_factory.mktemp("done"))
+
+
+@pytest.mark.parametrize("name", SILENCED)
+def test_a_waiting_thread_is_woken_on_processes(name: str, on_processes: list[dict[str, Ending | None]]) -> None:
+    assert_woken(name, [ends[name] for ends in on_processes])
+
+
+def woken_after_another_has_left(connect: Callable[..., Communicator], done: Path) -> Ending | None:
+    """Rank 1 waits for rank 0 when rank 2, which comes next to it, has hung up."""
+    comm = connect(timeout=60.0)
+    left, end = done / "left", None
+    if comm.rank == 2:
+        comm.interrupt()
+        left.touch()
+    if comm.rank == 1:
+        assert worlds.wait_until(left.exists, 60)
+        end = woken(comm, "recv")
+    all_here(done, comm)
+    return end
+
+
+def test_a_waiting_thread_is_woken_though_another_rank_has_left(tmp_path: Path) -> None:
+    end = worlds.run("gloo", 3, woken_after_another_has_left, tmp_path)[1]
+    assert end is not None, "it still waits"
+    assert "closed in the middle of it" in str(end[0])

@@ -1,0 +1,194 @@
+"""Dense sums that are begun at once and looked at later, on ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import stepping
+import torch
+from torch import Tensor
+
+import oktopk
+from oktopk.layout import Bucket
+from oktopk.settings import Settings
+from oktopk.steps import StepReducer
+from oktopk.traffic import Operation
+
+ONE, TWO = Bucket(("a",), (5,)), Bucket(("b",), (3,))
+BUCKETS = (ONE, TWO)
+
+
+def steps_on(comm: oktopk.Communicator, *buckets: Bucket) -> StepReducer:
+    def post(x: Tensor, operation: Operation) -> Callable[[], None]:
+        return lambda: comm.all_reduce_(x, operation.phase)
+
+    settings = Settings.of("oktopk", 0.4, 3, None, False, {})
+    steps = StepReducer(settings, comm, post=post)
+    for bucket in buckets or BUCKETS:  # ranks get to know them
+        assert not steps.posts(bucket, own(comm.rank, bucket))
+        steps.reduce(bucket, own(comm.rank, bucket))
+    steps.finish(0.0, 0.0)
+    return steps
+
+
+def own(rank: int, bucket: Bucket) -> Tensor:
+    return torch.arange(1.0, bucket.size + 1) * (rank + 1)
+
+
+def mean(world: int, bucket: Bucket) -> Tensor:
+    return torch.stack([own(rank, bucket) / world for rank in range(world)]).sum(0)
+
+
+def post_all(steps: StepReducer) -> list[Tensor]:
+    grads = [own(steps.meter.rank, bucket) for bucket in BUCKETS]
+    for bucket, grad in zip(BUCKETS, grads, strict=True):
+        assert steps.posts(bucket, grad)
+        steps.post(bucket, grad)
+    return grads
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_step_that_is_taken_back_stays_in_the_residuals(world: int) -> None:
+    """Each rank keeps its share of the sums, which go out with the next step, and then nothing is held."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        steps = steps_on(comm)
+        post_all(steps)
+        steps.end_sums(1)
+        steps.abandon()
+        for bucket in BUCKETS:
+            torch.testing.assert_close(steps.reducer.residuals.flat(bucket), mean(world, bucket))
+        grads = post_all(steps)
+        assert not steps.finish(0.0, 0.0).skipped
+        for bucket, grad in zip(BUCKETS, grads, strict=True):
+            torch.testing.assert_close(grad, 2 * mean(world, bucket))
+        assert steps.reducer.residuals.state_dict() == {}
+
+    stepping.on_ranks(world, job)
+
+
+def test_sums_that_nobody_waits_for_leave_the_residuals_as_they_were() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        steps = steps_on(comm)
+        before = steps.reducer.residuals.flat(ONE).copy_(torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0])).clone()
+        one, two = post_all(steps)
+        steps.give_up()
+        assert torch.equal(steps.reducer.residuals.flat(ONE), before)
+        assert not one.any()
+        assert two.any()  # the library may still be at work on it
+
+    stepping.on_ranks(3, job)
+
+
+def test_a_sum_that_fails_leaves_the_residuals_as_they_were() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        steps = steps_on(comm)
+        before = steps.reducer.residuals.flat(TWO).copy_(torch.tensor([3.0, 1.0, 4.0])).clone()
+        post_all(steps)
+        sums = steps._sums.under_way
+        sums[1] = sums[1]._replace(wait=broken)
+        with pytest.raises(oktopk.CommError, match="nobody there"):
+            steps.end_sums()
+        steps.give_up()
+        assert torch.equal(steps.reducer.residuals.flat(TWO), before)
+
+    def broken() -> None:
+        raise oktopk.CommError("nobody there")
+
+    stepping.on_ranks(3, job)
+
+
+@pytest.mark.parametrize("bad", BUCKETS)
+def test_sums_behind_one_that_is_not_finite_are_dropped(bad: Bucket) -> None:
+    """As if they had not been begun: what comes before it stays in the residual, what comes after is lost."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        steps = steps_on(comm)
+        for bucket in BUCKETS:
+            grad = own(comm.rank, bucket)
+            if bucket == bad and comm.rank == 1:
+                grad[0] = float("inf")
+            steps.post(bucket, grad)
+        event = steps.finish(0.0, 0.0)
+        assert event.skipped
+        assert event.culprits == (f"the sum over ranks: {bad.names[0]}",)
+        assert set(steps.reducer.residuals.state_dict()) == ({"a"} if bad == TWO else set())
+
+    stepping.on_ranks(3, job)
+
+
+def test_the_first_bucket_that_is_sparse_waits_for_the_sums_before_it() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        steps = steps_on(comm)
+        steps.step = 2
+        grads = [own(comm.rank, bucket) for bucket in BUCKETS]
+        steps.post(ONE, grads[0])
+        steps.step = 3  # the warm-up has ended
+        assert not steps.posts(TWO, grads[1])
+        steps.reduce(TWO, grads[1])
+        event = steps.finish(0.0, 0.0)
+        assert [part.phase for part in event.reductions] == ["dense", "sparse"]
+        torch.testing.assert_close(grads[0], mean(comm.world, ONE))
+
+    stepping.on_ranks(3, job)
+
+
+def test_sums_that_are_under_way_together_share_their_time_by_size() -> None:
+    """Two that end together took half of it each if they are of one size; the first has not taken all of it."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        steps = steps_on(comm)
+        for lane in steps.lanes.values():
+            lane.choice.times[True].clear()
+        post_all(steps)
+        event = steps.finish(0.0, 0.0)
+        ((one,), (two,)) = (steps.lanes[bucket].choice.times[True] for bucket in BUCKETS)
+        assert one / two == pytest.approx(ONE.size / TWO.size)
+        assert one + two == pytest.approx(sum(part.stop - part.start for part in event.reductions))
+
+    stepping.on_ranks(3, job)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_step_of_one_sum_is_what_beginning_and_finishing_it_gives(world: int) -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
+        assert steps.may_sum_alone(ONE, grad)
+        steps.sum_alone(ONE, grad, 0.0)
+        torch.testing.assert_close(grad, mean(world, ONE))
+        assert steps.last is not None
+        assert (steps.last.step, steps.last.skipped, steps.last.volume.count) == (1, False, ONE.size)
+        assert steps.last.wire.modelled_bytes == 2 * 4 * ONE.size * (world - 1) // world
+        assert steps.step == 2
+        assert len(steps.lanes[ONE].choice.times[True]) == 2
+
+    stepping.on_ranks(world, job)
+
+
+def test_a_step_of_one_sum_that_is_not_finite_is_lost_and_the_next_one_is_not() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
+        grad[2] = float("nan") if comm.rank == 1 else 0.0
+        steps.sum_alone(ONE, grad, 0.0)
+        assert steps.last is not None
+        assert (steps.last.skipped, steps.last.culprits) == (True, ("the sum over ranks: a",))
+        assert not grad.any()
+        again = own(comm.rank, ONE)
+        steps.sum_alone(ONE, again, 0.0)
+        torch.testing.assert_close(again, mean(comm.world, ONE))
+        assert (steps.step, steps.skipped_steps, steps.skipped_in_a_row) == (3, 1, 0)
+
+    stepping.on_ranks(3, job)
+
+
+def test_a_bucket_with_a_residual_is_not_summed_alone() -> None:
+    """What was held back must go with it."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
+        steps.reducer.residuals.flat(ONE).fill_(1.0)
+        assert steps.posts(ONE, grad)
+        assert not steps.may_sum_alone(ONE, grad)
+
+    stepping.on_ranks(2, job)

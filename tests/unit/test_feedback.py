@@ -1,0 +1,55 @@
+"""Residuals: they follow their parameters from bucket to bucket, and take no more memory for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oktopk.feedback import Feedback
+from oktopk.layout import Bucket
+
+SIZES = {"a": 3, "b": 5000, "c": 1, "d": 0, "e": 70_001}
+
+
+def bucket(names: str) -> Bucket:
+    return Bucket(tuple(names), tuple(SIZES[name] for name in names))
+
+
+@pytest.mark.parametrize("layout", [["edcba"], ["b", "ac", "ed"], ["ea", "db", "c"]])
+def test_what_parameters_have_comes_along_to_other_buckets(layout: list[str]) -> None:
+    feedback = Feedback()
+    feedback.flat(bucket("abcde")).copy_(torch.arange(sum(SIZES.values()), dtype=torch.float32))
+    before = feedback.state_dict()
+    for names in layout:
+        feedback.flat(bucket(names))
+        assert all(torch.equal(before[name], part) for name, part in feedback.state_dict().items())
+    assert feedback.state_dict().keys() == before.keys()
+
+
+def test_a_bucket_that_was_dropped_starts_anew() -> None:
+    feedback = Feedback()
+    for names in ("ab", "c"):
+        feedback.flat(bucket(names)).fill_(1.0)
+    feedback.drop(bucket("ab"))
+    assert feedback.peek(bucket("ab")) is None
+    assert set(feedback.state_dict()) == {"c"}
+    assert not feedback.flat(bucket("ab")).any()
+
+
+def test_memory_that_has_moved_is_given_back_before_the_last_parameter_moves() -> None:
+    """As in DDP, whose first step has one bucket with all of them."""
+    names, size = [f"p{i}" for i in range(32)], 1 << 20
+    feedback = Feedback()
+    feedback.flat(Bucket(tuple(names), (size,) * len(names))).fill_(1.0)
+    before = resident_bytes()
+    for name in reversed(names[1:]):
+        assert bool((feedback.flat(Bucket((name,), (size,))) == 1.0).all())
+    assert resident_bytes() - before < 4 * size * len(names) / 4
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return 1024 * int(line.split()[1])
