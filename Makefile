@@ -5,10 +5,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test chaos elastic kills fuzz soak wheel-smoke check bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
 
 demo: out := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machine, and report what was sent
@@ -18,6 +18,30 @@ demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machi
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+
+elastic kills: export OMP_NUM_THREADS := 1
+elastic kills: export PYTHONPATH := tests/contracts:tests/train
+elastic: $(INSTALLED) ## let a job of torchrun lose one of four hosts, and gain another
+	$(BIN)/python tests/multiprocess/elastic.py
+
+kills: $(INSTALLED) ## kill training 200 times while it saves, and resume it; ARGS="--kills 20" for fewer
+	$(BIN)/python tests/multiprocess/save_deaths.py
+	$(BIN)/python tests/multiprocess/kills.py $(ARGS)
+
+fuzz: export OMP_NUM_THREADS := 1
+fuzz: $(INSTALLED) ## a million messages for the decoders, nearly all damaged, for some minutes; one of them: make fuzz ARGS="--case 7"
+	$(BIN)/python tests/fuzz/fuzz_run.py $(ARGS)
+
+soak: export OMP_NUM_THREADS := 1
+soak: $(INSTALLED) ## 20,000 steps through all that a long run meets, in 10 to 20 minutes; make soak ARGS="--seed 2"
+	$(BIN)/python benchmarks/soak.py $(ARGS)
+
+wheel-smoke: $(INSTALLED) ## install the wheel in empty environments, for each Python that is here; needs the network
+	$(BIN)/python tests/packaging/every_python.py $(ARGS)
+
+chaos: export OMP_NUM_THREADS := 1
+chaos: $(INSTALLED) ## let ranks fail in thousands of random ways; how many: make chaos ARGS="--threads 200 --processes 10"
+	$(BIN)/python tests/chaos/chaos.py $(ARGS)
 
 check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, layers
 	$(BIN)/ruff check .
@@ -35,6 +59,7 @@ bench: $(INSTALLED) ## run the benchmarks one after another, for some hours; som
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/mpi.py
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/hierarchical.py
 	$(BIN)/python benchmarks/judge.py
 
 clean: ## remove caches and build products; .venv stays

@@ -33,7 +33,7 @@ from oktopk.tools.bench.workloads import resnet50_shapes, synthetic_shapes
 from oktopk.tools.tables import table
 
 ALLREDUCE = "mpi-allreduce"
-NAMES = (BACKWARD, ALLREDUCE, *oktopk.ALGORITHMS, "oktopk:fp16")
+NAMES = (BACKWARD, ALLREDUCE, *oktopk.ALGORITHMS, "oktopk:fp16", "oktopk:e4m3", "oktopk:fp16:join")
 HEADERS = [
     "",
     "step ms",
@@ -62,7 +62,7 @@ class Contender:
         self.reducer = oktopk.AllReducer(
             [(layer, torch.empty_like(grad, requires_grad=True)) for layer, grad in grads.items()],
             own.algorithm, options.density, oktopk.MPICommunicator(timeout=options.timeout),
-            warmup_steps=0, values=own.values, sinks=[self.memory],
+            warmup_steps=0, values=own.values, join=own.join, sinks=[self.memory],
         )  # fmt: skip
         self.flat = {bucket: torch.zeros(bucket.size) for bucket in self.reducer.buckets}
 
