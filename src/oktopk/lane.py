@@ -12,7 +12,7 @@ from torch import Tensor
 from .accumulator import Accumulator
 from .choice import Choice
 from .layout import Bucket
-from .sparse import SparseVector
+from .sparse import SparseVector, all_finite
 
 
 @dataclass
@@ -36,6 +36,11 @@ class Lane:
     @property
     def never_sparse(self) -> bool:
         return self.free == 0
+
+
+def not_finite(lane: Lane, values: Tensor) -> list[str]:
+    """The parameters that hold a NaN or an infinity."""
+    return [name for name, place in lane.bucket.places.items() if not all_finite(values[place])]
 
 
 @dataclass(frozen=True)

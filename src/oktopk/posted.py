@@ -5,20 +5,26 @@
 
 A thread that is woken, or connections that were idle, cost a small model more than its sum. Buckets go this way as
 long as those of their step are dense, which all ranks know without asking.
+
+The pass that divides by the number of ranks also looks whether all is finite. A rank where it is not marks the
+first entry with a NaN: then one entry of the sum tells everybody, and nobody has to look at all of it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .accumulator import Accumulator
-from .lane import Lane, Settled, dense_settled
+from .kernels import backend
+from .lane import Lane, Settled, dense_settled, not_finite
 from .lanes import Inspect, LaneReducer
 from .metrics import DENSE, ReductionEvent, Seconds, Span, Volume, Wire
 from .sparse import all_finite
@@ -28,6 +34,9 @@ Wait = Callable[[], None]
 Post = Callable[[Tensor, Operation], Wait]
 
 _OPERATION = Operation("all_reduce", "dense")
+
+_LARGEST = (1 - 2**-10) * torch.finfo(torch.float32).max
+"""The largest mean that counts as finite: a little less than the largest number, so that no sum overflows."""
 
 
 class Posted(NamedTuple):
@@ -39,12 +48,18 @@ class Posted(NamedTuple):
     acc: Accumulator
     mean: Tensor
     """What is summed: the memory of the gradient itself if nothing is added to it."""
+    found: list[str] | None
+    """The parameters that were not finite here, if the sum may be marked; None if it must be looked at."""
     idle: bool
     """Some parameter has no gradient here: its residual was set aside."""
     aside: ExitStack
     wait: Wait
     begun: float
     posted: float
+
+    def finite(self) -> bool:
+        """The same on all ranks."""
+        return all_finite(self.mean) if self.found is None else math.isfinite(self.mean[0])
 
 
 class PostedSums:
@@ -64,19 +79,20 @@ class PostedSums:
         begun, idle, aside = time.perf_counter(), False, ExitStack()
         work, residual = self._reducer.dense_work(lane, grad, scale)
         acc = Accumulator(work, residual)
-        share = 1.0 / self._reducer.meter.world  # before the sum, as in DDP: only that gives the same bits
+        mean = work
         try:
-            if residual is None:
-                mean = work.mul_(share)
-            else:
+            if residual is not None:
                 idle = bool(aside.enter_context(self._reducer.set_aside(lane.bucket, work, residual)))
-                mean = acc.values * share
+                mean = acc.values.clone()
+            found = _divide(mean, self._reducer.meter.world, lane)
             wait = self._post(mean, _OPERATION)
         except BaseException:
             with aside:
                 acc.roll_back()
             raise
-        self.under_way.append(Posted(lane, grad, scale, acc, mean, idle, aside, wait, begun, time.perf_counter()))
+        self.under_way.append(
+            Posted(lane, grad, scale, acc, mean, found, idle, aside, wait, begun, time.perf_counter())
+        )
 
     def at_once(self, lane: Lane, grad: Tensor, step: int) -> ReductionEvent | None:
         """Begin a sum that is alone and adds nothing, and wait for it. If it is not finite, end() has the rest."""
@@ -84,7 +100,7 @@ class PostedSums:
         one = self.under_way[0]
         one.wait()
         done = time.perf_counter()
-        if not all_finite(one.mean):
+        if not one.finite():
             return None
         self.under_way.clear()
         return self._event(one, step, done)
@@ -94,7 +110,7 @@ class PostedSums:
         one.wait()  # if that fails, the sum is still under way: cancel() takes it back
         done = time.perf_counter()
         with one.aside:
-            skipped = inspect is None or not all_finite(one.mean)
+            skipped = inspect is None or not one.finite()
             if not skipped:
                 one.acc.finish_dense(one.mean)
             else:
@@ -128,3 +144,18 @@ class PostedSums:
             with one.aside:
                 if one.acc.residual is not None:  # else the library may still be at work on the gradient itself
                     one.acc.roll_back()
+
+
+def _divide(mean: Tensor, world: int, lane: Lane) -> list[str] | None:
+    """By the number of ranks, before the sum as in DDP: only that gives the same bits. Marks what is not finite.
+
+    Returns Posted.found. Other types than float32 are not marked: what their sums come to is not known before.
+    """
+    if mean.dtype != torch.float32 or not mean.numel():
+        mean.mul_(1.0 / world)
+        return None
+    if backend(mean).scale_(mean, 1.0 / world) <= _LARGEST / world:
+        return []
+    found = not_finite(lane, mean)
+    mean[0] = math.nan
+    return found

@@ -16,13 +16,12 @@ from .accumulator import Accumulator
 from .comm import Communicator, Metered, agree, gather_json
 from .errors import NonFiniteError
 from .hosts import Host
-from .lane import Lane, Settled
+from .lane import Lane, Settled, not_finite
 from .lanes import Inspect, LaneReducer
 from .layout import Bucket
 from .metrics import DENSE, SPARSE, MetricsSink, ReductionEvent, StepEvent, combine
-from .posted import Post, PostedSums
+from .posted import Post, Posted, PostedSums
 from .settings import Settings
-from .sparse import all_finite
 from .verdict import hear, tell, with_host
 from .ways import Ways
 
@@ -150,7 +149,7 @@ class StepReducer:
         """Wait for sums that were begun, and take in what they give."""
         while self._sums.under_way and most > 0:
             one, most = self._sums.under_way[0], most - 1
-            inspect = self._look_at_dense(one.lane, one.acc.residual is None) if self._culprits is None else None
+            inspect = self._look_at_sum(one) if self._culprits is None else None
             settled, event = self._sums.end(one, self.step, inspect)
             self._sums.under_way.popleft()
             self._settled.append(settled)
@@ -258,19 +257,26 @@ class StepReducer:
         """`alone`: without a residual, when the sum overwrites what this rank had."""
         return self._name_culprits([lane], "the sum over ranks" if alone else self._here)
 
+    def _look_at_sum(self, one: Posted) -> Inspect:
+        found = one.found
+        if found is None:
+            return self._look_at_dense(one.lane, one.acc.residual is None)
+        return lambda acc: self._blame([f"{self._here}: {name}" for name in found], self._here)
+
     def _name_culprits(self, lanes: Sequence[Lane], where: str) -> Inspect:
         def look(acc: Accumulator) -> None:
             found = [
                 f"{self._seen_in(lane, name, where)}: {name}"
                 for lane, values in zip(lanes, acc.pieces(), strict=True)
-                for name, place in lane.bucket.places.items()
-                if not all_finite(values[place])
+                for name in not_finite(lane, values)
             ]
-            self._culprits = found[:_NAMED]
-            if len(found) > _NAMED:
-                self._culprits.append(f"{where}: {len(found) - _NAMED} more")
+            self._blame(found, where)
 
         return look
+
+    def _blame(self, found: list[str], where: str) -> None:
+        more = [f"{where}: {len(found) - _NAMED} more"] if len(found) > _NAMED else []
+        self._culprits = found[:_NAMED] + more
 
     def _seen_in(self, lane: Lane, name: str, where: str) -> str:
         place = lane.bucket.places[name]

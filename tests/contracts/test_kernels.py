@@ -76,6 +76,27 @@ def test_accumulate_select_is_the_reference(
     assert outcomes[0][1:] == outcomes[1][1:]
 
 
+@fast_kernels
+@given(st.one_of(vectors, st.tuples(seeds, sizes).map(any_bits)), st.sampled_from([1.0, 0.5, 1 / 3, 1 / 7]))
+def test_scale_is_the_reference(fast: Backend, x: Tensor, factor: float) -> None:
+    """Same products, and the same largest magnitude."""
+    found, expected = x.clone(), x.clone()
+    assert same_float(fast.scale_(found, factor), reference.scale_(expected, factor))
+    assert sums(found) == sums(expected)
+
+
+@every_kernels
+@pytest.mark.parametrize("size", SIZES)
+def test_scale_tells_the_largest_magnitude(kernels: Backend, size: int) -> None:
+    x = spread(size, 3)
+    largest = kernels.scale_(x, 0.25)
+    assert bits(x) == bits(spread(size, 3) * 0.25)
+    assert largest == max((abs(value) for value in x.tolist()), default=0.0)
+    for place, bad in ((0, NAN), (size // 2, INF), (size - 1, -INF)) if size else ():
+        x[place] = bad
+        assert not math.isfinite(kernels.scale_(x, 0.25))
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("keep_old", [False, True])
 @every_kernels

@@ -108,14 +108,69 @@ def test_sums_behind_one_that_is_not_finite_are_dropped(bad: Bucket) -> None:
         for bucket in BUCKETS:
             grad = own(comm.rank, bucket)
             if bucket == bad and comm.rank == 1:
-                grad[0] = float("inf")
+                grad[-1] = float("inf")
             steps.post(bucket, grad)
         event = steps.finish(0.0, 0.0)
         assert event.skipped
-        assert event.culprits == (f"the sum over ranks: {bad.names[0]}",)
+        assert event.culprits == (f"rank 1: {bad.names[0]}",)
         assert set(steps.reducer.residuals.state_dict()) == ({"a"} if bad == TWO else set())
 
     stepping.on_ranks(3, job)
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_all_ranks_see_what_one_had_whoever_has_a_residual(held: int) -> None:
+    """One entry tells it: ranks need not agree on who adds a residual, nor look at the whole sum."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        steps, grad = steps_on(comm), own(comm.rank, ONE)
+        if comm.rank == held:
+            steps.reducer.residuals.flat(ONE).fill_(1.0)
+        if comm.rank == 1:
+            grad[3] = float("nan")
+        steps.post(ONE, grad)
+        event = steps.finish(0.0, 0.0)
+        assert (event.skipped, event.culprits) == (True, ("rank 1: a",))
+        assert not grad.any()
+        if comm.rank == held:
+            assert torch.equal(steps.reducer.residuals.flat(ONE), torch.ones(5))
+
+    stepping.on_ranks(3, job)
+
+
+@pytest.mark.parametrize("world", [1, 3, 7])
+def test_the_largest_numbers_overflow_in_no_sum_unseen(world: int) -> None:
+    """A third of the largest number, rounded up, three times: no rank had anything that was not finite."""
+    largest = torch.finfo(torch.float32).max
+
+    def job(comm: oktopk.Communicator) -> None:
+        steps, grad = steps_on(comm), own(comm.rank, ONE)
+        grad[2] = largest
+        steps.post(ONE, grad)
+        event = steps.finish(0.0, 0.0)
+        assert (event.skipped, event.culprits) == (True, ("the sum over ranks, which overflows",))
+        again = own(comm.rank, ONE)
+        again[2] = 0.99 * largest
+        steps.post(ONE, again)
+        assert not steps.finish(0.0, 0.0).skipped
+        assert again.isfinite().all()
+
+    stepping.on_ranks(world, job)
+
+
+@pytest.mark.parametrize(("world", "lost"), [(2, False), (3, True)])
+def test_sums_of_narrow_types_are_looked_at(world: int, lost: bool) -> None:
+    """A third of the largest float16 is rounded so far up that three of them are too much, a half is exact."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        steps, grad = steps_on(comm), own(comm.rank, ONE).half()
+        grad[2] = torch.finfo(torch.float16).max
+        steps.post(ONE, grad)
+        assert steps._sums.under_way[0].mean.dtype == torch.float16
+        event = steps.finish(0.0, 0.0)
+        assert event.skipped == lost
+
+    stepping.on_ranks(world, job)
 
 
 def test_the_first_bucket_that_is_sparse_waits_for_the_sums_before_it() -> None:
@@ -172,7 +227,7 @@ def test_a_step_of_one_sum_that_is_not_finite_is_lost_and_the_next_one_is_not() 
         grad[2] = float("nan") if comm.rank == 1 else 0.0
         steps.sum_alone(ONE, grad, 0.0)
         assert steps.last is not None
-        assert (steps.last.skipped, steps.last.culprits) == (True, ("the sum over ranks: a",))
+        assert (steps.last.skipped, steps.last.culprits) == (True, ("rank 1: a",))
         assert not grad.any()
         again = own(comm.rank, ONE)
         steps.sum_alone(ONE, again, 0.0)

@@ -9,7 +9,7 @@ from .pieces_cpu import accumulate_select_pieces, assign_pieces_, scatter_add_pi
 from .reference import first_equal
 from .selection_cpu import accumulate_select, select
 from .sparse_cpu import assign_, common, filter_at_least, scatter_add_, union_sum
-from .thresholds_cpu import kth_magnitude, magnitude_histogram, magnitude_moments, sampled_threshold
+from .thresholds_cpu import kth_magnitude, magnitude_histogram, magnitude_moments, sampled_threshold, scale_
 
 __all__ = [
     "accumulate_select",
@@ -23,6 +23,7 @@ __all__ = [
     "magnitude_histogram",
     "magnitude_moments",
     "sampled_threshold",
+    "scale_",
     "scatter_add_",
     "scatter_add_pieces_",
     "select",

@@ -31,6 +31,7 @@ sampled_threshold = reference.sampled_threshold
 magnitude_moments = reference.magnitude_moments
 common = reference.common
 assign_ = reference.assign_
+scale_ = reference.scale_
 
 
 def _blocks(x: Tensor) -> int:

@@ -121,6 +121,12 @@ def magnitude_moments(x: Tensor) -> tuple[float, float]:
     return mean, max(0.0, squares / x.numel() - mean * mean) ** 0.5
 
 
+def scale_(x: Tensor, factor: float) -> float:
+    """x *= factor. Returns the largest magnitude of the outcome, a NaN if there is one."""
+    x.mul_(factor)
+    return float(torch.linalg.vector_norm(x, torch.inf)) if x.numel() else 0.0
+
+
 def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     """out[indices] += values (indices are unique). Returns by how much the number of non-zeros grew."""
     index = indices.long()

@@ -1,4 +1,4 @@
-"""Thresholds on CPUs: the k-th magnitude, histograms and moments."""
+"""Magnitudes on CPUs: the k-th, histograms, moments, and the largest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .selection_cpu import compiled, in_slices, select
-from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, sample_positions, sample_rank
-from .vector import as_bits
+from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, float32, sample_positions, sample_rank
+from .vector import as_bits, as_float
 
 
 def _kth_of_few(x: Tensor, k: int) -> float:
@@ -89,3 +89,21 @@ def magnitude_moments(x: Tensor) -> tuple[float, float]:
     sums = in_slices(x.numel(), lambda start, stop: _moments(x.numpy()[start:stop]))
     mean = sum(s[0] for s in sums) / x.numel()
     return mean, max(0.0, sum(s[1] for s in sums) / x.numel() - mean * mean) ** 0.5
+
+
+@compiled
+def _scale(x, factor):
+    """Magnitudes are ordered like their bits, a NaN above all of them; of signed integers LLVM makes vectors."""
+    largest = np.int32(0)
+    for i in range(x.size):
+        value = x[i] * factor
+        x[i] = value
+        magnitude = np.int32(as_bits(value) & np.uint32(0x7FFFFFFF))
+        largest = magnitude if magnitude > largest else largest
+    return as_float(np.uint32(largest))
+
+
+def scale_(x: Tensor, factor: float) -> float:
+    by, whole = float32(factor), x.numpy()
+    found = in_slices(x.numel(), lambda start, stop: _scale(whole[start:stop], by))
+    return float(found[0] if len(found) == 1 else np.max(found))
