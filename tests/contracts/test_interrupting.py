@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import worlds
 from test_failing_ranks import SILENCED, all_here, wait_in_vain
 
-from oktopk import CommError, Communicator, run_threads
+from oktopk import CommError, Communicator, GroupCommunicator, run_threads
+from oktopk.traffic import Operation
 
 WAITERS = 2
 Ending = tuple[Exception | None, float]
@@ -82,3 +85,22 @@ def test_a_waiting_thread_is_woken_though_another_rank_has_left(tmp_path: Path) 
     end = worlds.run("gloo", 3, woken_after_another_has_left, tmp_path)[1]
     assert end is not None, "it still waits"
     assert "closed in the middle of it" in str(end[0])
+
+
+def hangs_up_in_a_sum(connect: Callable[..., Communicator], done: Path) -> float | None:
+    """Rank 1 begins a sum that the others do not take part in, and gives up: how long that takes."""
+    comm = GroupCommunicator.exclusive(timeout=60.0)
+    start, x = time.monotonic(), torch.ones(1 << 18)
+    if comm.rank == 1:
+        wait = comm.post_sum(x, Operation("all_reduce", "dense"))
+        comm.fail(CommError("enough"))
+        with pytest.raises(CommError):
+            wait()
+    took = time.monotonic() - start
+    all_here(done, comm)
+    return took
+
+
+def test_who_gives_up_in_the_middle_of_a_large_sum_need_not_wait_for_the_others(tmp_path: Path) -> None:
+    took = worlds.run("gloo", 3, hangs_up_in_a_sum, tmp_path)[1]
+    assert took < 30

@@ -29,7 +29,7 @@ LONG = 80.0
 """A timeout that nobody waits for: who ends before it has been told."""
 WARMUP, LAST_STEP = 2, 5
 """The disaster happens in a sparse step, or in a dense one if the warm-up is longer."""
-DENSE_DDP = "ddp in a dense step"
+DENSE_DDP, LARGE_DDP = "ddp in a dense step", "ddp in a dense step of large buckets"
 OPTIONS: dict[str, Any] = {"density": 0.05, "warmup_steps": WARMUP, "auto": False}
 
 Step = Callable[[], None]
@@ -56,6 +56,12 @@ def with_ddp(timeout: float, warmup: int = WARMUP) -> Step:
     model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.1)
     oktopk.OkTopkState(group, timeout=timeout, **OPTIONS | {"warmup_steps": warmup}).register(model)
     return lambda: backward(model)
+
+
+def with_large_sums(timeout: float) -> Step:
+    """Sums that are large enough for connections of their own."""
+    oktopk.comm.group._LARGE = 0
+    return with_ddp(timeout, 10**9)
 
 
 def with_optimizer(timeout: float) -> Step:
@@ -86,7 +92,11 @@ FRONT_ENDS: dict[str, Callable[[float], Step]] = {
     "optimizer": with_optimizer,
     "loop": with_loop,
 }
-ALL = FRONT_ENDS | {DENSE_DDP: lambda timeout: with_ddp(timeout, 10**9)}
+DENSE: dict[str, Callable[[float], Step]] = {
+    DENSE_DDP: lambda timeout: with_ddp(timeout, 10**9),
+    LARGE_DDP: with_large_sums,
+}
+ALL = FRONT_ENDS | DENSE
 
 
 # The disasters.
@@ -181,10 +191,11 @@ def test_a_stopped_rank_is_a_timeout(front_end: str, tmp_path: Path) -> None:
     assert any(isinstance(survivor.error, CommTimeout) for survivor in end.survivors)
 
 
+@pytest.mark.parametrize("front_end", DENSE)
 @pytest.mark.parametrize("disaster", ["is killed", "is stopped"])
-def test_a_dense_step_without_one_of_the_ranks_ends_in_time(disaster: str, tmp_path: Path) -> None:
+def test_a_dense_step_without_one_of_the_ranks_ends_in_time(disaster: str, front_end: str, tmp_path: Path) -> None:
     """Inside a sum over all of them, who is missing is who does not say that it is there."""
-    end = ending(DENSE_DDP, disaster, tmp_path, TIMEOUT, TIMEOUT + SLACK)
+    end = ending(front_end, disaster, tmp_path, TIMEOUT, TIMEOUT + SLACK)
     end.assert_known()
     for survivor in end.survivors:
         assert "all_reduce (dense): " in str(survivor.error)
@@ -205,18 +216,19 @@ def test_an_error_in_the_worker_is_raised_on_every_rank(front_end: str, tmp_path
     assert "in burn" in end.victim.trace
 
 
-def train_and_stay(connect: Callable[..., Any], happened: Path) -> None:
+def train_and_stay(connect: Callable[..., Any], front_end: str, happened: Path) -> None:
     """The process of the victim lives on, as in a notebook, so that connections stay."""
     try:
-        train(connect, DENSE_DDP, LONG, "raises", happened)
+        train(connect, front_end, LONG, "raises", happened)
     finally:
         if dist.get_rank() == VICTIM:
             time.sleep(LONG)
 
 
-def test_an_error_in_a_dense_step_is_heard_of_though_nobody_hangs_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("front_end", DENSE)
+def test_an_error_in_a_dense_step_is_heard_of_though_nobody_hangs_up(front_end: str, tmp_path: Path) -> None:
     happened = tmp_path / "happened"
-    with worlds.start("gloo", P, train_and_stay, happened) as ranks:
+    with worlds.start("gloo", P, train_and_stay, front_end, happened) as ranks:
         assert worlds.wait_until(happened.exists, 60)
         assert worlds.wait_until(lambda: all(ranks.outcome(rank).error for rank in SURVIVORS), LONG / 4)
         for rank in SURVIVORS:

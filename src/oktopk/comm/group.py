@@ -41,6 +41,10 @@ _ROOM = 1 << 20
 """Bytes that every receive has room for, whatever its capacity. gloo ends the process if a message is larger than
 its receive, as the next one may be when one was lost; with room for it, its length gives it away."""
 
+_LARGE = 1 << 20
+"""Bytes from which on a sum that another thread waits for goes in connections of our own, whose thread pushes nobody
+off. For smaller ones it counts more that those of the group that was given are awake."""
+
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made, by their ranks. torch would use the name of a destroyed group again, and
 its ranks then meet the addresses that the old ones left in the store."""
@@ -99,6 +103,8 @@ class GroupCommunicator(Communicator):
         self._devices = self._messages = own
         self._options = dist.AllreduceOptions()
         self._under_way: weakref.WeakSet[_Work] = weakref.WeakSet()
+        self._sums: set[Any] = set()
+        """Those under way in connections of our own. While there is one, the group cannot end."""
         self._noting = threading.Lock()
         self._interrupted = False
         ranks = tuple(dist.get_process_group_ranks(own))
@@ -150,27 +156,20 @@ class GroupCommunicator(Communicator):
 
     def close(self) -> None:
         """Hang up: connections end with the last reference to the group and to what is under way on it."""
-        self._messages = self._devices = None
+        group, self._messages, self._devices = self._messages, None, None
         with self._noting:
             for pending in self._under_way:
                 pending.work = None
+        if self._sums:
+            _cut(group, self.rank, self.world)
+            self._sums.clear()
 
     def interrupt(self) -> None:
-        """Wake whoever waits: gloo closes all connections of an interface as soon as one receive is overdue.
-
-        One from a rank that has hung up already fails at once and closes nothing, so that all ranks are tried.
-        """
+        """Wake whoever waits."""
         group, self._interrupted = self._messages, True
         self._notices.silence()
         self.close()
-        if group is None:
-            return
-        never = torch.empty(1, dtype=torch.uint8)
-        interfaces = os.environ.get(_INTERFACES, "").count(",") + 1
-        for tag in range(_NOTHING, _NOTHING + interfaces):
-            for peer in (peer for peer in range(self.world) if peer != self.rank):
-                with contextlib.suppress(RuntimeError):  # that it is overdue, or that nobody is there
-                    group.recv([never], peer, tag).wait(_AT_ONCE)
+        _cut(group, self.rank, self.world)
 
     def explain(self, error: Exception, operation: Operation, peer: int | None, deadline: float) -> CommError:
         """Why an operation with a peer, or with all, failed: another rank's own word for it, if there is one.
@@ -233,21 +232,26 @@ class GroupCommunicator(Communicator):
             x.copy_(summed)
 
     def post_sum(self, x: Tensor, operation: Operation) -> Callable[[], None]:
-        """Begin to sum x, contiguous and in host memory, in the group that was given; call the result to wait.
+        """Begin to sum x, contiguous and in host memory; call the result to wait.
 
-        All ranks must do so at the same place among whatever else they do in that group, as DDP does.
+        A small one goes in the group that was given: all ranks must begin it at the same place among whatever else
+        they do there, as DDP does.
         """
-        group, deadline = self._open(operation, devices=True), self._deadline()
+        own = x.nbytes >= _LARGE and self._messages is not self._devices
+        group, deadline = self._open(operation, devices=not own), self._deadline()
         try:
             work = group.allreduce([x], self._bounded())
         except RuntimeError as error:
             raise self.explain(error, operation, None, deadline) from error
+        if own:
+            self._sums.add(work)
 
         def wait() -> None:
             try:
                 self._wait_or_hear(work)
             except RuntimeError as error:
                 raise self.explain(error, operation, None, deadline) from error
+            self._sums.discard(work)
 
         return wait
 
@@ -271,3 +275,19 @@ class GroupCommunicator(Communicator):
         """Options that bound gloo's own thread too; without them it waits on, and the process cannot end."""
         self._options.timeout = timedelta(seconds=self.timeout)
         return self._options
+
+
+def _cut(group: Any, rank: int, world: int) -> None:
+    """Close the connections of a group, whoever waits: gloo does so, for all of an interface, as soon as one receive
+    is overdue.
+
+    One from a rank that has hung up already fails at once and closes nothing, so that all ranks are tried.
+    """
+    if group is None:
+        return
+    never = torch.empty(1, dtype=torch.uint8)
+    interfaces = os.environ.get(_INTERFACES, "").count(",") + 1
+    for tag in range(_NOTHING, _NOTHING + interfaces):
+        for peer in (peer for peer in range(world) if peer != rank):
+            with contextlib.suppress(RuntimeError):  # that it is overdue, or that nobody is there
+                group.recv([never], peer, tag).wait(_AT_ONCE)
