@@ -42,8 +42,8 @@ _ROOM = 1 << 20
 its receive, as the next one may be when one was lost; with room for it, its length gives it away."""
 
 _LARGE = 1 << 20
-"""Bytes from which on a sum that another thread waits for goes in connections of our own, whose thread pushes nobody
-off. For smaller ones it counts more that those of the group that was given are awake."""
+"""Bytes from which on a posted sum goes in connections of our own, whose thread pushes nobody off. For smaller ones
+it counts more that those of the group that was given are awake."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made, by their ranks. torch would use the name of a destroyed group again, and
@@ -278,8 +278,7 @@ class GroupCommunicator(Communicator):
 
 
 def _cut(group: Any, rank: int, world: int) -> None:
-    """Close the connections of a group, whoever waits: gloo does so, for all of an interface, as soon as one receive
-    is overdue.
+    """Close the connections of a group, whoever waits: gloo closes all of an interface when a receive is overdue.
 
     One from a rank that has hung up already fails at once and closes nothing, so that all ranks are tried.
     """
