@@ -42,8 +42,8 @@ _ROOM = 1 << 20
 its receive, as the next one may be when one was lost; with room for it, its length gives it away."""
 
 _LARGE = 1 << 20
-"""Bytes from which on a posted sum goes in connections of our own, whose thread pushes nobody off. For smaller ones
-it counts more that those of the group that was given are awake."""
+"""Bytes from which on a posted sum goes in connections of our own, whose thread pushes nobody off. For smaller
+ones it counts more that those of the group that was given are awake."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made, by their ranks. torch would use the name of a destroyed group again, and
