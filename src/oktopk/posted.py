@@ -1,4 +1,4 @@
-"""Dense sums that go DDP's way: begun by whoever hands in the bucket, in DDP's own group, and looked at later.
+"""Dense sums that go DDP's way: begun by whoever hands in the bucket, and waited for by another thread.
 
     hook     begin the sum of bucket 0 ── of bucket 1 ── of the last one ── wait for that, settle the step
     worker                          └─ wait, look at 0 ── wait, look at 1 ─┘

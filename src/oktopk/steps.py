@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .accumulator import Accumulator
-from .comm import Communicator, Metered, agree, gather_json
+from .comm import Communicator, Metered, agree
+from .culprits import Culprits
 from .errors import NonFiniteError
 from .hosts import Host
-from .lane import Lane, Settled, not_finite
-from .lanes import Inspect, LaneReducer
+from .lane import Lane, Settled
+from .lanes import LaneReducer
 from .layout import Bucket
 from .metrics import DENSE, SPARSE, MetricsSink, ReductionEvent, StepEvent, combine
-from .posted import Post, Posted, PostedSums
+from .posted import Post, PostedSums
 from .settings import Settings
 from .verdict import hear, tell, with_host
 from .ways import Ways
@@ -28,8 +28,6 @@ from .ways import Ways
 _log = logging.getLogger(__name__)
 
 _ABANDONED = "abandoned"
-_NAMED = 5
-"""How many parameters a rank names when it reports numbers that are not finite."""
 
 
 class _Waiting(NamedTuple):
@@ -76,8 +74,7 @@ class StepReducer:
         self._settled: list[Settled] = []
         self._events: list[ReductionEvent] = []
         self.ways = Ways(settings)
-        self._culprits: list[str] | None = None
-        """Set when a bucket of this step was not finite: where, as far as this rank knows."""
+        self._culprits = Culprits(settings, f"rank {self.meter.rank}" if self.host is None else str(self.host))
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
@@ -90,11 +87,11 @@ class StepReducer:
             self.host.average(bucket, grad)
         if not self.exchanges:  # the leader does the rest
             self._settled.append(Settled(lane, grad, grad, scale))
-        elif self._culprits is not None:
+        elif self._culprits.named is not None:
             phase = DENSE if density is None else SPARSE
             self._note([lane], *self.reducer.untouched(lane, grad, scale, phase, self.step))
         elif density is None:
-            inspect = self._look_at_dense(lane, self.reducer.residuals.peek(bucket) is None)
+            inspect = self._culprits.in_dense(lane, self.reducer.residuals.peek(bucket) is None)
             self._note([lane], *self.reducer.dense(lane, grad, scale, self.step, inspect))
         else:
             if self._waiting and self._waiting[0].grad.device != grad.device:
@@ -113,10 +110,6 @@ class StepReducer:
     def exchanges(self) -> bool:
         """Whether this rank has residuals, and no other one of its host speaks for it."""
         return self.host is None or self.host.leads
-
-    @property
-    def _here(self) -> str:
-        return f"rank {self.meter.rank}" if self.host is None else str(self.host)
 
     def posts(self, bucket: Bucket, grad: Tensor) -> bool:
         """Whether the next bucket can be given to post(), if none of this step was given to reduce()."""
@@ -149,7 +142,7 @@ class StepReducer:
         """Wait for sums that were begun, and take in what they give."""
         while self._sums.under_way and most > 0:
             one, most = self._sums.under_way[0], most - 1
-            inspect = self._look_at_sum(one) if self._culprits is None else None
+            inspect = self._culprits.in_posted(one) if self._culprits.named is None else None
             settled, event = self._sums.end(one, self.step, inspect)
             self._sums.under_way.popleft()
             self._settled.append(settled)
@@ -161,12 +154,12 @@ class StepReducer:
         waiting, self._waiting, self._expected = self._waiting, [], 0.0
         if not waiting:
             return
-        if self._culprits is not None:
+        if self._culprits.named is not None:
             for one in waiting:
                 self._note([one.lane], *self.reducer.untouched(one.lane, one.grad, one.scale, SPARSE, self.step))
             return
         lanes, last = [one.lane for one in waiting], waiting[-1]
-        inspect = self._name_culprits(lanes, self._here)
+        inspect = self._culprits.in_sparse(lanes)
         settled, event = self.reducer.sparse(
             lanes, [one.grad for one in waiting], last.scale, last.density, self.step, inspect
         )
@@ -175,7 +168,7 @@ class StepReducer:
     def _note(self, lanes: Sequence[Lane], settled: Settled | Sequence[Settled], event: ReductionEvent) -> None:
         self._settled += [settled] if isinstance(settled, Settled) else settled
         self._events.append(event)
-        if self._culprits is None:  # a lost reduction ends early: its time tells nothing
+        if self._culprits.named is None:  # a lost reduction ends early: its time tells nothing
             _time(lanes, event.phase == DENSE, event.stop - event.start)
 
     @torch.no_grad()
@@ -184,9 +177,8 @@ class StepReducer:
         self.end_sums()
         self._reduce_waiting()
         if self.host is not None and not self.host.leads:
-            self._culprits, self._events = hear(self.host, self._settled, self.step)
-        skipped = self._culprits is not None
-        culprits = self._share_culprits() if skipped else ()
+            self._culprits.named, self._events = hear(self.host, self._settled, self.step)
+        skipped, culprits = self._culprits.named is not None, self._all_culprits()
         for settled in self._settled:
             if skipped:
                 self.reducer.put_back(settled)
@@ -248,48 +240,14 @@ class StepReducer:
         self._forget()
 
     def _forget(self) -> None:
-        self._settled, self._events, self._handed, self._culprits = [], [], 0, None
+        self._settled, self._events, self._handed, self._culprits.named = [], [], 0, None
         self._waiting, self._expected, self._summed = [], 0.0, []
 
-    # Numbers that are not finite.
-
-    def _look_at_dense(self, lane: Lane, alone: bool) -> Inspect:
-        """`alone`: without a residual, when the sum overwrites what this rank had."""
-        return self._name_culprits([lane], "the sum over ranks" if alone else self._here)
-
-    def _look_at_sum(self, one: Posted) -> Inspect:
-        found = one.found
-        if found is None:
-            return self._look_at_dense(one.lane, one.acc.residual is None)
-        return lambda acc: self._blame([f"{self._here}: {name}" for name in found], self._here)
-
-    def _name_culprits(self, lanes: Sequence[Lane], where: str) -> Inspect:
-        def look(acc: Accumulator) -> None:
-            found = [
-                f"{self._seen_in(lane, name, where)}: {name}"
-                for lane, values in zip(lanes, acc.pieces(), strict=True)
-                for name in not_finite(lane, values)
-            ]
-            self._blame(found, where)
-
-        return look
-
-    def _blame(self, found: list[str], where: str) -> None:
-        more = [f"{where}: {len(found) - _NAMED} more"] if len(found) > _NAMED else []
-        self._culprits = found[:_NAMED] + more
-
-    def _seen_in(self, lane: Lane, name: str, where: str) -> str:
-        place = lane.bucket.places[name]
-        dense = self.settings.always_dense(name, place.stop - place.start)
-        return "the sum over ranks" if dense else where
-
-    def _share_culprits(self) -> tuple[str, ...]:
-        """Everybody's, the same on all ranks."""
-        if not self.exchanges:
-            return tuple(self._culprits or ())
-        heard = gather_json(self.reducer.meter, self._culprits, "not finite")
-        named = tuple(dict.fromkeys(text for texts in heard for text in texts))
-        return named or ("the sum over ranks, which overflows",)
+    def _all_culprits(self) -> tuple[str, ...]:
+        """The same on all ranks; a host's leader has told them to the others."""
+        if self._culprits.named is None or not self.exchanges:
+            return tuple(self._culprits.named or ())
+        return self._culprits.shared(self.reducer.meter)
 
     def _complain(self, event: StepEvent) -> None:
         where = ", ".join(event.culprits)
