@@ -33,7 +33,7 @@ class Culprits:
         """The same for a sum that was begun by the hook, which has looked already unless the sum is not marked."""
         found = one.found
         if found is None:
-            return self.in_dense(one.lane, one.acc.residual is None)
+            return self.in_dense(one.lane, alone=True)  # with a residual it would be float32, and marked
         return lambda acc: self._name([f"{self._here}: {name}" for name in found], self._here)
 
     def in_sparse(self, lanes: Sequence[Lane]) -> Inspect:
@@ -58,6 +58,10 @@ class Culprits:
     def _name(self, found: list[str], where: str) -> None:
         more = [f"{where}: {len(found) - _NAMED} more"] if len(found) > _NAMED else []
         self.named = found[:_NAMED] + more
+
+    def forget(self) -> None:
+        """The next step begins."""
+        self.named = None
 
     def shared(self, comm: Communicator) -> tuple[str, ...]:
         """Everybody's, the same on all ranks."""

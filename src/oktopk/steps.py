@@ -240,8 +240,9 @@ class StepReducer:
         self._forget()
 
     def _forget(self) -> None:
-        self._settled, self._events, self._handed, self._culprits.named = [], [], 0, None
+        self._settled, self._events, self._handed = [], [], 0
         self._waiting, self._expected, self._summed = [], 0.0, []
+        self._culprits.forget()
 
     def _all_culprits(self) -> tuple[str, ...]:
         """The same on all ranks; a host's leader has told them to the others."""

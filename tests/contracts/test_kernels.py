@@ -93,6 +93,7 @@ def test_scale_tells_the_largest_magnitude(kernels: Backend, size: int) -> None:
     assert bits(x) == bits(spread(size, 3) * 0.25)
     assert largest == max((abs(value) for value in x.tolist()), default=0.0)
     for place, bad in ((0, NAN), (size // 2, INF), (size - 1, -INF)) if size else ():
+        x = spread(size, 3)
         x[place] = bad
         assert not math.isfinite(kernels.scale_(x, 0.25))
 
@@ -329,12 +330,16 @@ def test_two_torch_threads_make_no_difference(size: int) -> None:
         found = [cpu.select(x, threshold, capacity) for threshold, capacity in asked]
         picked = cpu.accumulate_select(absorbed, left, 50.0, size // 8, keep_old=True)
         kth, moments = cpu.kth_magnitude(x, size // 100), cpu.magnitude_moments(x)
+        scaled = x.clone()
+        largest = cpu.scale_(scaled, 1 / 3)
     for one, (threshold, capacity) in zip(found, asked, strict=True):
         assert_same_picked(one, reference.select(x, threshold, capacity))
     assert torch.equal(absorbed, x + grad)
     assert torch.equal(left, x)
     assert_same_picked(picked, reference.select(x + grad, 50.0, size // 8))
     assert kth == reference.kth_magnitude(x, size // 100)
+    assert largest == scaled.abs().max()
+    assert torch.equal(scaled, x * (1 / 3))
     assert moments == pytest.approx(reference.magnitude_moments(x), rel=1e-9)
 
 
@@ -344,6 +349,7 @@ def test_one_bad_number_is_seen_in_any_slice(place: int) -> None:
     x[place] = NAN
     with torch_threads(2):
         assert not cpu.select(x, INF, 0).finite
+        assert math.isnan(cpu.scale_(x, 1.0))
     assert not reference.select(x, INF, 0).finite
 
 
@@ -360,7 +366,7 @@ def all_kernels(kernels: Backend, seed: int) -> list[object]:
         kernels.scatter_add_(out, *parts[0]), sums(out), kernels.assign_(out, *parts[1]), bits(out),
         union[0].tolist(), sums(union[1]),
         shared[0].tolist(), bits(shared[1]), kernels.magnitude_histogram(x, 30_000, 99),
-        kernels.filter_at_least(*parts[1], 0.5)[0].tolist(),
+        kernels.filter_at_least(*parts[1], 0.5)[0].tolist(), kernels.scale_(x, 1 / 3), bits(x),
     ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from training import (
 )
 
 from oktopk.choice import TRIAL, Choice
-from oktopk.comm import group
+from oktopk.comm import GroupCommunicator, group
 from oktopk.metrics import StepEvent
 from oktopk.posted import PostedSums
 from oktopk.sinks import MemorySink
@@ -39,31 +39,46 @@ KNOWN = 2
 """The step from which on all buckets are known: DDP rebuilds them after the first."""
 
 
-class Counted:
-    """How many sums this process has begun in the hook."""
+SMALL, LARGE, MIXED = 1 << 20, 0, 4000
+"""From how many bytes on a sum goes in connections of its own: none does, all do, some do."""
 
-    def __init__(self) -> None:
-        self.begun, begin = 0, PostedSums.begin
+
+class Counted:
+    """How many sums this process has begun in the hook, and how many of them in connections of their own."""
+
+    def __init__(self, large: int) -> None:
+        group._LARGE = large
+        self.begun, self.apart = 0, 0
+        begin, post = PostedSums.begin, GroupCommunicator.post_sum
 
         def counted(sums: PostedSums, *args: Any) -> None:
             self.begun += 1
             begin(sums, *args)
 
+        def posted(comm: GroupCommunicator, *args: Any) -> Callable[[], None]:
+            before = set(comm._sums)
+            wait = post(comm, *args)
+            self.apart += bool(comm._sums - before)
+            return wait
+
         PostedSums.begin = counted  # type: ignore[method-assign]
+        GroupCommunicator.post_sum = posted  # type: ignore[method-assign]
+
+    def assert_apart(self, large: int) -> None:
+        low, high = {SMALL: (0, 0), LARGE: (self.begun, self.begun), MIXED: (1, self.begun - 1)}[large]
+        assert low <= self.apart <= high
 
 
 def like_ddp(
-    connect: Callable[..., Any], cap: float, view: bool, large: bool, options: dict[str, Any]
+    connect: Callable[..., Any], cap: float, view: bool, large: int, options: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """`large`: as if all sums were large enough for connections of their own."""
-    if large:
-        group._LARGE = 0
     plain = DDP(mlp(), bucket_cap_mb=cap, gradient_as_bucket_view=view)
     train(plain, sgd(plain), range(8))
-    net, counted, sink = DDP(mlp(), bucket_cap_mb=cap, gradient_as_bucket_view=view), Counted(), MemorySink()
+    net, counted, sink = DDP(mlp(), bucket_cap_mb=cap, gradient_as_bucket_view=view), Counted(large), MemorySink()
     optimizer = sgd(net)
     with hook_up(net, optimizer, sinks=[sink], **options):
         train(net, optimizer, range(8))
+    counted.assert_apart(large)
     return parameters_of(plain), parameters_of(net), counted.begun, sink.steps
 
 
@@ -72,9 +87,9 @@ WAYS = {"warm-up": {"warmup_steps": 8}, "algorithm": {"algorithm": "dense"}}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("cap", "view", "large"), [(25.0, True, False), (CAP, False, True), (CAP, True, False), (CAP, True, True)]
+    ("cap", "view", "large"), [(25.0, True, SMALL), (CAP, False, LARGE), (CAP, True, SMALL), (CAP, True, MIXED)]
 )
-def test_they_give_the_bits_of_ddp(way: str, cap: float, view: bool, large: bool) -> None:
+def test_they_give_the_bits_of_ddp(way: str, cap: float, view: bool, large: int) -> None:
     for plain, parameters, begun, steps in worlds.run("gloo", 3, like_ddp, cap, view, large, WAYS[way]):
         assert same_bits(plain, parameters)
         assert begun == sum(len(step.reductions) for step in steps[KNOWN:])
@@ -95,10 +110,10 @@ def assert_true_figures(step: StepEvent) -> None:
 
 
 def lost(
-    connect: Callable[..., Any], name: str, cap: float, scaled: bool
+    connect: Callable[..., Any], name: str, cap: float, scaled: bool, large: int
 ) -> tuple[Parameters, Parameters, StepEvent, Any]:
     """Nine dense steps; in the sixth, one gradient of rank 1 is infinite."""
-    bad, net, sink, counted = 5, DDP(mlp(), bucket_cap_mb=cap), MemorySink(), Counted()
+    bad, net, sink, counted = 5, DDP(mlp(), bucket_cap_mb=cap), MemorySink(), Counted(large)
     optimizer, rank = sgd(net), dist.get_rank()
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
 
@@ -118,6 +133,7 @@ def lost(
         event, residuals = sink.steps[bad], state.state_dict()["residuals"]
     assert [step.skipped for step in sink.steps] == [step == bad for step in range(9)]
     assert counted.begun == sum(len(step.reductions) for step in sink.steps[KNOWN:])
+    counted.assert_apart(large)
     assert scaler.get_scale() == (512.0 if scaled else 1.0)
     return seen[bad], seen[bad + 1], event, residuals
 
@@ -125,14 +141,14 @@ def lost(
 SOMEWHERE = [("0.weight", CAP), ("2.weight", CAP), ("4.bias", CAP), ("2.bias", 25.0)]
 
 
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("scaled", "large"), [(False, LARGE), (True, SMALL)])
 @pytest.mark.parametrize(("name", "cap"), SOMEWHERE)
 def test_a_number_that_is_not_finite_on_one_rank_loses_the_step_on_all(
-    name: str, cap: float, scaled: bool
+    name: str, cap: float, scaled: bool, large: int
 ) -> None:
     """Wherever it is: in the bucket that comes first, or last, or in the only one. What others kept of it goes
     out later."""
-    ranks = worlds.run("gloo", 3, lost, name, cap, scaled)
+    ranks = worlds.run("gloo", 3, lost, name, cap, scaled, large)
     for before, after, event, residuals in ranks:
         assert same_bits(before, after)
         assert same_bits(after, ranks[0][1])
@@ -159,27 +175,29 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., No
 }
 
 
-def turned(connect: Callable[..., Any], case: str) -> tuple[Mass, Parameters, list[str], set[int]]:
+def turned(connect: Callable[..., Any], case: str, large: int) -> tuple[Mass, Parameters, list[str], set[int]]:
     """Four dense steps, the trial of the sparse way, and three after the decision."""
+    counted = Counted(large)
     make, ddp, run = CASES[case]
     Clock(dense=1.0, sparse=0.5 + dist.get_rank())  # one rank would rather go on sparse
     net, sink = DDP(make(), bucket_cap_mb=CAP, **ddp), MemorySink()
     optimizer = sgd(net)
     with hook_up(net, optimizer, warmup_steps=4, auto=True, sinks=[sink]) as state:
         mass = weigh(net, optimizer, state, 4 + TRIAL + 3, run)
+    counted.assert_apart(large)
     held = set(mass.residual)
     for size, given in mass.given.items():
         mass.residual.setdefault(size, torch.zeros_like(given))
     return mass, parameters_of(net), [step.phase for step in sink.steps], held
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_was_held_back_goes_out_when_all_turn_dense(case: str) -> None:
+@pytest.mark.parametrize(("case", "large"), list(zip(CASES, (MIXED, LARGE, SMALL), strict=True)))
+def test_what_was_held_back_goes_out_when_all_turn_dense(case: str, large: int) -> None:
     """Entry by entry; memory of residuals is given back, except where there may be something again.
 
     The dense steps in bfloat16 before there is a residual lose what that cannot hold, like those of DDP.
     """
-    ranks = worlds.run("gloo", 3, turned, case)
+    ranks = worlds.run("gloo", 3, turned, case, large)
     for _, parameters, phases, held in ranks:
         assert phases == ["dense"] * 4 + ["sparse"] * TRIAL + ["dense"] * 3
         assert same_bits(parameters, ranks[0][1])

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from oktopk import Aborted, CommError, CommTimeout
+from oktopk.comm import group
 from oktopk.steps import StepReducer
 
 P, VICTIM, SURVIVORS = 3, 1, (0, 2)
@@ -52,15 +53,15 @@ def backward(model: nn.Module) -> None:
 
 
 def with_ddp(timeout: float, warmup: int = WARMUP) -> Step:
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
-    model = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=0.1)
-    oktopk.OkTopkState(group, timeout=timeout, **OPTIONS | {"warmup_steps": warmup}).register(model)
+    own = dist.new_group(timeout=timedelta(seconds=timeout))
+    model = DistributedDataParallel(make_model(), process_group=own, bucket_cap_mb=0.1)
+    oktopk.OkTopkState(own, timeout=timeout, **OPTIONS | {"warmup_steps": warmup}).register(model)
     return lambda: backward(model)
 
 
 def with_large_sums(timeout: float) -> Step:
     """Sums that are large enough for connections of their own."""
-    oktopk.comm.group._LARGE = 0
+    group._LARGE = 0
     return with_ddp(timeout, 10**9)
 
 

@@ -155,14 +155,18 @@ class GroupCommunicator(Communicator):
             self._under_way.add(work)
 
     def close(self) -> None:
-        """Hang up: connections end with the last reference to the group and to what is under way on it."""
-        group, self._messages, self._devices = self._messages, None, None
+        """Hang up: connections end with the last reference to the group and to what is under way on it.
+
+        With a sum of our own under way the group would wait for it, and for all ranks: it is cut first.
+        """
         with self._noting:
+            group, self._messages, self._devices = self._messages, None, None
+            summing = bool(self._sums)
+            self._sums.clear()
             for pending in self._under_way:
                 pending.work = None
-        if self._sums:
+        if summing:
             _cut(group, self.rank, self.world)
-            self._sums.clear()
 
     def interrupt(self) -> None:
         """Wake whoever waits."""
@@ -242,9 +246,10 @@ class GroupCommunicator(Communicator):
         try:
             work = group.allreduce([x], self._bounded())
         except RuntimeError as error:
+            del group
             raise self.explain(error, operation, None, deadline) from error
         if own:
-            self._sums.add(work)
+            self._keep(work, group, operation)
 
         def wait() -> None:
             try:
@@ -255,8 +260,18 @@ class GroupCommunicator(Communicator):
 
         return wait
 
+    def _keep(self, sum_: Any, group: Any, operation: Operation) -> None:
+        """Remember a sum that is under way, unless another thread has closed the communicator meanwhile."""
+        with self._noting:
+            closed = self._messages is not group
+            if not closed:
+                self._sums.add(sum_)
+        if closed:
+            _cut(group, self.rank, self.world)
+            raise CommError(f"{operation}: the communicator has been closed")
+
     def _wait_or_hear(self, work: Any) -> None:
-        """Wait for a sum in a group that a failing rank cannot cut, and look now and then what it has to say."""
+        """Wait for a sum, and look now and then what others have to say: who fails cannot cut a group of DDP's."""
         end = self._deadline()  # counts from now on: sums that were begun earlier come first
         while True:
             try:

@@ -104,6 +104,6 @@ def _scale(x, factor):
 
 
 def scale_(x: Tensor, factor: float) -> float:
-    by, whole = float32(factor), x.numpy()
+    by, whole = float32(factor), x.detach().numpy()
     found = in_slices(x.numel(), lambda start, stop: _scale(whole[start:stop], by))
     return float(found[0] if len(found) == 1 else np.max(found))
