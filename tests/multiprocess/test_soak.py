@@ -14,20 +14,15 @@ from typing import Any
 
 import pytest
 import worlds
+from bench_scripts import load
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS, SEED = 200, 39
 """With this seed, each rank has a number that is not finite once, in the first bucket or in the second."""
 
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "soak"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import soak
-
-    return soak
+    return load("soak", monkeypatch)
 
 
 def short_soak(connect: Callable[..., Any]) -> dict[str, Any]:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from bench_scripts import load
 
 from oktopk.tools.bench.names import ours
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "judge"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import judge
-
-    return judge
+    return load("judge", monkeypatch)
 
 
 def record(scene: str, link: str, name: str, milliseconds: float, **more: Any) -> dict[str, Any]:

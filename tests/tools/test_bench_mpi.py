@@ -9,23 +9,18 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench_scripts import BENCHMARKS, load
 from worlds import need_mpi
 
 from oktopk import ALGORITHMS
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PATIENCE = 500
 """Seconds; a busy machine is not a bug."""
 
 
 @pytest.fixture
 def mpi(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "mpi"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import mpi
-
-    return mpi
+    return load("mpi", monkeypatch)
 
 
 @pytest.mark.parametrize("faster", ["mpi-allreduce", "dense"])

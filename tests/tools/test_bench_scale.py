@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from bench_scripts import load
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAME = "oktopk:fp16"
 SMALL, LARGE = 25_000_000, 200_000_000
 PATIENCE = 500
@@ -19,12 +19,7 @@ PATIENCE = 500
 
 @pytest.fixture
 def scale(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    for name in ("common", "scale"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import scale
-
-    return scale
+    return load("scale", monkeypatch)
 
 
 def record(seconds: float, cpu: float, memory: float, sent: float | None = None) -> dict[str, Any]:

@@ -1,0 +1,20 @@
+"""The scripts of benchmarks/, for tests that look inside them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script as a module of its own, with the `common` that lies beside it, until the test has ended."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for one in ("common", name):
+        monkeypatch.delitem(sys.modules, one, raising=False)
+    return importlib.import_module(name)
