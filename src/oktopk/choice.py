@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from statistics import median
 
 import torch
@@ -30,18 +31,22 @@ class Calendar:
 
     def window(self, done: int) -> tuple[int, int]:
         """(steps into the trial that is under way or comes next, its length); negative before it."""
-        first = self.missing
-        if done < first + TRIAL:
-            return done - first, TRIAL
-        start = FIRST_RETEST
-        while done >= start + RETRIAL:
-            start *= 2
-        return done - start, RETRIAL
+        return _window(self.missing, done)
 
     def decides(self, done: int) -> bool:
         """Whether the step is the last one of a trial."""
         into, length = self.window(done)
         return into == length - 1
+
+
+@lru_cache(maxsize=8)  # every bucket of a step asks for the same one
+def _window(first: int, done: int) -> tuple[int, int]:
+    if done < first + TRIAL:
+        return done - first, TRIAL
+    start = FIRST_RETEST
+    while done >= start + RETRIAL:
+        start *= 2
+    return done - start, RETRIAL
 
 
 @dataclass

@@ -64,7 +64,7 @@ class OkTopkState(Pipeline):
             comm,
             owns_comm=True,
             unused_stay=True,
-            post=comm.post_sum,
+            poster=comm,
             trainer=trainer,
             grad_scaler=grad_scaler,
             sinks=sinks,

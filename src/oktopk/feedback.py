@@ -26,9 +26,9 @@ class Feedback:
 
     def peek(self, bucket: Bucket, device: torch.device | None = None) -> Tensor | None:
         """The memory of a bucket if any of it has ever been used."""
-        if bucket in self._flat or not self._by_name.keys().isdisjoint(bucket.names):
-            return self.flat(bucket, device)
-        return None
+        if not self._by_name or (bucket not in self._flat and self._by_name.keys().isdisjoint(bucket.names)):
+            return None
+        return self.flat(bucket, device)
 
     def flat(self, bucket: Bucket, device: torch.device | None = None) -> Tensor:
         """The memory of a bucket."""

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ class Bucket:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """A step looks up each of its buckets many times."""
+        return hash((self.names, self.sizes))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Bucket, (self.names, self.sizes)  # in another process strings have other hashes
 
     @cached_property
     def size(self) -> int:

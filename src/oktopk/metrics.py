@@ -7,8 +7,9 @@ a sink after the step's synchronisation finds all of it there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from .traffic import Operation, Traffic, merge
@@ -238,3 +239,14 @@ def combine(step: int, reductions: Iterable[ReductionEvent], **rest: object) -> 
         reductions=parts,
         **rest,  # type: ignore[arg-type]
     )
+
+
+class Told:
+    """A step that is told of when somebody asks: that takes longer than a small model has for the whole of it."""
+
+    def __init__(self, tell: Callable[[], StepEvent]) -> None:
+        self._tell = tell
+
+    @cached_property
+    def event(self) -> StepEvent:
+        return self._tell()

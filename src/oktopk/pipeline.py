@@ -18,9 +18,9 @@ from .comm import Communicator
 from .errors import NonFiniteError, name_step
 from .layout import Bucket
 from .metrics import SPARSE, MetricsSink, StepEvent
-from .posted import Post
 from .settings import Settings
 from .sinks import TrainerLists
+from .small_sums import Poster
 from .steps import StepReducer
 from .worker import Job, Worker
 
@@ -53,11 +53,11 @@ class Pipeline:
         grad_scaler: Scaler | None = None,
         sinks: Iterable[MetricsSink] = (),
         unused_stay: bool = False,
-        post: Post | None = None,
+        poster: Poster | None = None,
     ) -> None:
         self.settings = settings
         self._comm, self._owns_comm = comm, owns_comm
-        self._steps = StepReducer(settings, comm, sinks, unused_stay, post)
+        self._steps = StepReducer(settings, comm, sinks, unused_stay, poster)
         steps = self._steps  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
@@ -97,7 +97,7 @@ class Pipeline:
     def sum_alone(self, bucket: Bucket, grad: Tensor) -> bool:
         """Do a whole step at once, if it is no more than a dense sum of this bucket; whether it was."""
         steps = self._steps
-        if self._first_handed is not None or self.scaled or not steps.may_sum_alone(bucket, grad):
+        if self._first_handed is not None or self.scaled or not steps.posts(bucket, grad):
             return False
         self._take_time()
         start = self._last_handed
@@ -200,7 +200,7 @@ class Pipeline:
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped because something was not finite."""
-        return self._steps.last is not None and self._steps.last.skipped
+        return self._steps.skipped
 
     # Metrics.
 

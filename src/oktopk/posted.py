@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -27,11 +27,9 @@ from .kernels import backend
 from .lane import Lane, Settled, dense_settled, not_finite
 from .lanes import Inspect, LaneReducer
 from .metrics import DENSE, ReductionEvent, Seconds, Span, Volume, Wire
+from .small_sums import LARGEST, Moved, Poster, SmallSums, Wait
 from .sparse import all_finite
-from .traffic import Operation, ring
-
-Wait = Callable[[], None]
-Post = Callable[[Tensor, Operation], Wait]
+from .traffic import Operation, Traffic, ring
 
 _OPERATION = Operation("all_reduce", "dense")
 
@@ -54,6 +52,7 @@ class Posted(NamedTuple):
     """Some parameter has no gradient here: its residual was set aside."""
     aside: ExitStack
     wait: Wait
+    moved: Moved
     begun: float
     posted: float
 
@@ -62,20 +61,54 @@ class Posted(NamedTuple):
         return all_finite(self.mean) if self.found is None else math.isfinite(self.mean[0])
 
 
+class Summed(NamedTuple):
+    """A sum that is there: what its event is made of, once somebody asks."""
+
+    lane: Lane
+    nbytes: int
+    sum_nbytes: int
+    """Of the gradient, and of what was summed: the type may be another one."""
+    residual_norm: float
+    world: int
+    moved: Moved
+    before: Mapping[Operation, Traffic]
+    """What else was sent since the last one."""
+    start: float
+    posted: float
+    done: float
+    stop: float
+
+    def event(self, step: int) -> ReductionEvent:
+        size, exchange = self.lane.bucket.size, self.done - self.posted
+        traffic = {**self.before, _OPERATION: self.moved(self.sum_nbytes, self.world, exchange)}
+        return ReductionEvent(
+            step=step, bucket=self.lane.index, phase=DENSE, algorithm="dense",
+            volume=Volume(size, size, self.nbytes), target_count=size, local_count=size,
+            threshold=0.0, global_threshold=0.0, exact=False, residual_norm=self.residual_norm,
+            wire=Wire.of(traffic), seconds=Seconds(exchange=exchange, other=self.stop - self.start - exchange),
+            slowest_rank=None, skipped=False, start=self.start, stop=self.stop,
+            spans=(Span("exchange", self.posted, self.done),), traffic=traffic,
+        )  # fmt: skip
+
+
 class PostedSums:
     """Begins sums, and takes in what they give in the same order. One thread may begin while another one ends."""
 
-    def __init__(self, reducer: LaneReducer, post: Post | None) -> None:
-        self._reducer, self._post = reducer, post
+    def __init__(self, reducer: LaneReducer, poster: Poster | None) -> None:
+        self._reducer, self._poster = reducer, poster
+        self._small = None
+        if poster is not None and reducer.settings.by_the_clock and reducer.meter.world > 1:
+            self._small = SmallSums(reducer.meter, poster, _OPERATION)
         self.under_way: deque[Posted] = deque()
         self._free = 0.0
         """When the last sum was done with: the next one counts from there."""
 
     def possible(self, grad: Tensor) -> bool:
-        return self._post is not None and grad.is_cpu and not self._reducer.settings.momentum
+        return self._poster is not None and grad.is_cpu and not self._reducer.settings.momentum
 
-    def begin(self, lane: Lane, grad: Tensor, scale: float | None) -> None:
-        assert self._post is not None
+    def begin(self, lane: Lane, grad: Tensor, scale: float | None, alone: bool = False) -> None:
+        """Begin the sum of a bucket, or do all of it if no other bucket is in the step: all ranks know that."""
+        assert self._poster is not None
         begun, idle, aside = time.perf_counter(), False, ExitStack()
         work, residual = self._reducer.dense_work(lane, grad, scale)
         acc = Accumulator(work, residual)
@@ -85,25 +118,32 @@ class PostedSums:
                 idle = bool(aside.enter_context(self._reducer.set_aside(lane.bucket, work, residual)))
                 mean = acc.values.clone()
             found = _divide(mean, self._reducer.meter.world, lane)
-            wait = self._post(mean, _OPERATION)
+            posted, moved = time.perf_counter(), ring if not alone else self._sum(mean)
+            wait = _there if alone else self._poster.post_sum(mean, _OPERATION)
         except BaseException:
             with aside:
                 acc.roll_back()
             raise
-        self.under_way.append(
-            Posted(lane, grad, scale, acc, mean, found, idle, aside, wait, begun, time.perf_counter())
-        )
+        self.under_way.append(Posted(lane, grad, scale, acc, mean, found, idle, aside, wait, moved, begun, posted))
 
-    def at_once(self, lane: Lane, grad: Tensor, step: int) -> ReductionEvent | None:
-        """Begin a sum that is alone and adds nothing, and wait for it. If it is not finite, end() has the rest."""
-        self.begin(lane, grad, None)
+    def at_once(self, lane: Lane, grad: Tensor) -> Summed | None:
+        """The sum of a bucket that is alone. With a residual, or if it is not finite, that is not all: None.
+
+        Then end() has the rest.
+        """
+        self.begin(lane, grad, None, alone=True)
         one = self.under_way[0]
-        one.wait()
-        done = time.perf_counter()
-        if not one.finite():
+        if one.acc.residual is not None or not one.finite():
             return None
         self.under_way.clear()
-        return self._event(one, step, done)
+        return self._summed(one, 0.0, time.perf_counter())
+
+    def _sum(self, mean: Tensor) -> Moved:
+        assert self._poster is not None
+        if self._small is not None and mean.nbytes <= LARGEST:
+            return self._small.sum_(mean)
+        self._poster.post_sum(mean, _OPERATION)()
+        return ring
 
     def end(self, one: Posted, step: int, inspect: Inspect | None) -> tuple[Settled, ReductionEvent]:
         """Wait for a sum. Without `inspect` it does not count: the step is lost already."""
@@ -118,23 +158,17 @@ class PostedSums:
                     inspect(one.acc)
                 one.acc.roll_back()
         settled = dense_settled(one.lane, one.grad, one.acc, one.scale, skipped, one.idle)
-        return settled, self._event(one, step, done)
+        norm = self._reducer.measure(one.lane, one.acc.residual, step)
+        return settled, self._summed(one, norm, done).event(step)
 
-    def _event(self, one: Posted, step: int, done: float) -> ReductionEvent:
-        """Made by hand: a step of a small model takes no longer than a handful of sums over figures."""
-        meter, size = self._reducer.meter, one.lane.bucket.size
-        start, exchange = max(one.begun, self._free), Span("exchange", max(one.posted, self._free), done)
-        traffic = meter.take()
-        seconds = self._reducer.blocked = max(0.0, done - exchange.start)
-        traffic[_OPERATION] = ring(one.mean.nbytes, meter.world, seconds)
+    def _summed(self, one: Posted, norm: float, done: float) -> Summed:
+        meter, free = self._reducer.meter, self._free
+        start, posted = max(one.begun, free), min(max(one.posted, free), done)
+        self._reducer.blocked = done - posted
         stop = self._free = time.perf_counter()
-        return ReductionEvent(
-            step=step, bucket=one.lane.index, phase=DENSE, algorithm="dense",
-            volume=Volume(size, size, one.grad.nbytes), target_count=size, local_count=size,
-            threshold=0.0, global_threshold=0.0, exact=False,
-            residual_norm=self._reducer.measure(one.lane, one.acc.residual, step),
-            wire=Wire.of(traffic), seconds=Seconds(exchange=seconds, other=stop - start - seconds),
-            slowest_rank=None, skipped=False, start=start, stop=stop, spans=(exchange,), traffic=traffic,
+        return Summed(
+            one.lane, one.grad.nbytes, one.mean.nbytes, norm, meter.world, one.moved, meter.take(),
+            start, posted, done, stop,
         )  # fmt: skip
 
     def cancel(self) -> None:
@@ -144,6 +178,10 @@ class PostedSums:
             with one.aside:
                 if one.acc.residual is not None:  # else the library may still be at work on the gradient itself
                     one.acc.roll_back()
+
+
+def _there() -> None:
+    """Waits for a sum that is there already."""
 
 
 def _divide(mean: Tensor, world: int, lane: Lane) -> list[str] | None:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
-from .algorithms import Algorithm, find_algorithm
+from .algorithms import Algorithm, Dense, find_algorithm
 from .schedule import Schedule
 from .wire import VALUE_CODES
 
@@ -114,6 +114,11 @@ class Settings:
     @property
     def schedule(self) -> Schedule:
         return Schedule(self.density, self.warmup_steps, self.ramp_steps)
+
+    @property
+    def by_the_clock(self) -> bool:
+        """Whether the clock chooses how to sum. The algorithm `dense` has no choice: it sums as DDP does."""
+        return self.auto and not isinstance(self.algorithm, Dense)
 
     def always_dense(self, name: str, size: int) -> bool:
         return size < self.dense_below or any(fnmatchcase(name, pattern) for pattern in self.dense)

@@ -19,9 +19,10 @@ from .hosts import Host
 from .lane import Lane, Settled
 from .lanes import LaneReducer
 from .layout import Bucket
-from .metrics import DENSE, SPARSE, MetricsSink, ReductionEvent, StepEvent, combine
-from .posted import Post, PostedSums
+from .metrics import DENSE, SPARSE, MetricsSink, ReductionEvent, StepEvent, Told, combine
+from .posted import PostedSums
 from .settings import Settings
+from .small_sums import Poster
 from .verdict import hear, tell, with_host
 from .ways import Ways
 
@@ -49,20 +50,22 @@ class StepReducer:
         comm: Communicator,
         sinks: Iterable[MetricsSink] = (),
         unused_stay: bool = False,
-        post: Post | None = None,
+        poster: Poster | None = None,
     ) -> None:
         self.settings = settings
         self.meter = Metered(comm)
         self.sinks = list(sinks)
         self.step = 0
+        self.skipped = False
+        """Whether the last step was."""
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.host = Host(self.meter, settings.ranks_per_host) if settings.ranks_per_host > 1 else None
         between = self.meter if self.host is None else self.host.between()
         self.reducer = LaneReducer(settings, between, unused_stay)
-        self._sums = PostedSums(self.reducer, post if self.host is None else None)
+        self._sums = PostedSums(self.reducer, poster if self.host is None else None)
         self.lanes: dict[Bucket, Lane] = {}
-        self.last: StepEvent | None = None
+        self._told: Told | None = None
         self._handed = 0
         """Buckets of this step so far."""
         self._waiting: list[_Waiting] = []
@@ -123,20 +126,28 @@ class StepReducer:
         self._sums.begin(self.lanes[bucket], grad, scale)
         self._handed += 1
 
-    def may_sum_alone(self, bucket: Bucket, grad: Tensor) -> bool:
-        """Whether a step of this bucket alone is nothing but its dense sum: nothing was held back before."""
-        return self.posts(bucket, grad) and self.reducer.residuals.peek(bucket) is None
-
     def sum_alone(self, bucket: Bucket, grad: Tensor, start: float) -> None:
-        """What post() and finish() come to then, by a short cut: small models are done in no time."""
-        lane = self.lanes[bucket]
-        event = self._sums.at_once(lane, grad, self.step)
-        if event is None:
+        """post() and finish() of a step that has no other bucket, by a short cut: small models take no time."""
+        lane, step = self.lanes[bucket], self.step
+        summed = self._sums.at_once(lane, grad)
+        if summed is None:
             self.finish(start, start)
             return
-        lane.choice.note(True, event.stop - event.start)
-        self._compare_ways([lane], [event], start)
-        self._conclude([event], (), start, start)
+        stop = time.perf_counter()
+        self.ways.time_dense(lane, summed.stop - summed.start, stop - start, step)
+        self._decide([lane])
+
+        def tell() -> StepEvent:
+            return combine(
+                step, [summed.event(step)], skipped=False, culprits=(), start=start, handed_over=start, stop=stop
+            )
+
+        self._conclude(Told(tell))
+
+    @property
+    def last(self) -> StepEvent | None:
+        """What happened in the last step."""
+        return None if self._told is None else self._told.event
 
     def end_sums(self, most: float = math.inf) -> None:
         """Wait for sums that were begun, and take in what they give."""
@@ -193,25 +204,23 @@ class StepReducer:
                 tell(self.host, self._settled, self._events, culprits if skipped else None)
             reductions = with_host(self.host, reductions)
         self._forget()
-        return self._conclude(reductions, culprits, start, handed_over)
-
-    def _conclude(
-        self, reductions: Sequence[ReductionEvent], culprits: tuple[str, ...], start: float, handed_over: float
-    ) -> StepEvent:
-        """Count the step and tell of it; it was skipped if there are culprits."""
-        skipped = bool(culprits)
-        self.skipped_steps += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        event = self.last = combine(
+        event = combine(
             self.step, reductions, skipped=skipped, culprits=culprits,
             start=start, handed_over=handed_over, stop=time.perf_counter(),
         )  # fmt: skip
-        self.step += 1
-        for sink in self.sinks:
-            sink.emit(event)
+        self._conclude(Told(lambda: event), skipped)
         if skipped:
             self._complain(event)
         return event
+
+    def _conclude(self, told: Told, skipped: bool = False) -> None:
+        """Count the step, and tell the sinks of it."""
+        self._told, self.skipped = told, skipped
+        self.skipped_steps += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.step += 1
+        for sink in self.sinks:
+            sink.emit(told.event)
 
     def abandon(self, overwritten: bool = False) -> None:
         """Take the step back after an error: what buckets have sent returns to their residuals.
@@ -288,7 +297,11 @@ class StepReducer:
     def _compare_ways(self, lanes: Sequence[Lane], reductions: Sequence[ReductionEvent], start: float) -> None:
         """Note what the step took, and at the end of a trial let all ranks decide; a leader tells its host."""
         self.ways.time_step(lanes, reductions, start, self.step)
-        if self.exchanges and self.ways.decides(self.step):
+        if self.exchanges:
+            self._decide(lanes)
+
+    def _decide(self, lanes: Sequence[Lane]) -> None:
+        if self.ways.decides(self.step):
             self.ways.decide(self.reducer.meter, lanes, self.step)
 
 

@@ -23,8 +23,8 @@ class Operation:
 class Traffic:
     """What one kind of operation moved. Sizes are counted by powers of two: sizes[b] messages of [2^b, 2^(b+1)).
 
-    `modelled` marks a library collective, whose inside cannot be seen: its bytes and messages are those of the
-    ring algorithm, not counts.
+    `modelled` marks a library collective, whose inside cannot be seen: its bytes and messages are those that the
+    algorithm must have, for sums the ring, not counts.
     """
 
     sent_bytes: int = 0
@@ -85,7 +85,20 @@ class Tally:
 
 def ring(size: int, world: int, seconds: float = 0.0) -> Traffic:
     """Of an all-reduce of so many bytes, as the ring algorithm does it."""
-    moved, messages = 2 * size * (world - 1) // world, 2 * (world - 1)
+    return _modelled(2 * size * (world - 1) // world, 2 * (world - 1), seconds)
+
+
+def two_rounds(size: int, world: int, seconds: float = 0.0) -> Traffic:
+    """Of a sum whose parts go to one rank each, and from there to all."""
+    return _modelled(2 * -(-size // world) * (world - 1), 2 * (world - 1), seconds)
+
+
+def one_round(size: int, world: int, seconds: float = 0.0) -> Traffic:
+    """Of a sum that each rank makes itself, of all that everybody has."""
+    return _modelled(size * (world - 1), world - 1, seconds)
+
+
+def _modelled(moved: int, messages: int, seconds: float) -> Traffic:
     sizes = {max(1, moved // messages).bit_length() - 1: messages} if messages else {}
     return Traffic(moved, moved, messages, messages, seconds, True, sizes)
 

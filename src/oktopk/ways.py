@@ -52,13 +52,24 @@ class Ways:
         self, lanes: Sequence[Lane], reductions: Sequence[ReductionEvent], start: float, step: int
     ) -> None:
         """Note how long a step took, from its first bucket on, if all buckets that may go sparse went one way."""
+        if not self._settings.auto:
+            return
         fixed = {lane.index for lane in lanes if lane.never_sparse}
         ways = {event.phase for event in reductions if event.bucket not in fixed}
-        if self._settings.auto and len(ways) == 1:
-            dense = ways == {DENSE}
-            if self._calendar.window(self._done(step))[0] == 0:
-                self.whole.start_trial(dense)
-            self.whole.note(dense, self.seconds(reductions, start))
+        if len(ways) == 1:
+            self._note(ways == {DENSE}, self.seconds(reductions, start), step)
+
+    def time_dense(self, lane: Lane, reduced: float, whole: float, step: int) -> None:
+        """The same of a step that was nothing but the dense sum of one bucket, which took `reduced` seconds."""
+        if self._settings.auto:
+            lane.choice.note(True, reduced)
+            if not lane.never_sparse:
+                self._note(True, whole, step)
+
+    def _note(self, dense: bool, seconds: float, step: int) -> None:
+        if self._calendar.window(self._done(step))[0] == 0:
+            self.whole.start_trial(dense)
+        self.whole.note(dense, seconds)
 
     @staticmethod
     def seconds(reductions: Sequence[ReductionEvent], start: float) -> float:
@@ -66,7 +77,7 @@ class Ways:
 
     def decides(self, step: int) -> bool:
         """Whether ranks compare the ways after this step."""
-        return self._settings.auto and self._may_go_sparse and self._calendar.decides(self._done(step))
+        return self._settings.by_the_clock and self._calendar.decides(self._done(step))
 
     def decide(self, comm: Communicator, lanes: Sequence[Lane], step: int) -> None:
         lanes = [lane for lane in lanes if not lane.never_sparse]

@@ -106,3 +106,29 @@ def hangs_up_in_a_sum(connect: Callable[..., Communicator], done: Path) -> float
 def test_who_gives_up_in_the_middle_of_a_large_sum_need_not_wait_for_the_others(tmp_path: Path) -> None:
     took = worlds.run("gloo", 3, hangs_up_in_a_sum, tmp_path)[1]
     assert took < 30
+
+
+def swaps_alone(connect: Callable[..., Communicator], done: Path, told: bool) -> tuple[str, str, float] | None:
+    """Rank 1 takes no part in a round of a small sum: it says why it fails, or nothing at all."""
+    comm, end = GroupCommunicator.exclusive(timeout=60.0 if told else 3.0), None
+    start, x = time.monotonic(), torch.ones(3)
+    if comm.rank != 1:
+        wait = comm.post_swap(torch.empty(3), x, Operation("all_reduce", "dense"))
+        with pytest.raises(CommError) as caught:
+            wait()
+        end = type(caught.value).__name__, str(caught.value), time.monotonic() - start
+    elif told:
+        comm.fail(CommError("enough"))
+    all_here(done, comm)
+    return end
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_round_that_one_rank_does_not_take_part_in_ends_on_the_others(told: bool, tmp_path: Path) -> None:
+    for rank, end in enumerate(worlds.run("gloo", 3, swaps_alone, tmp_path, told)):
+        assert (end is None) == (rank == 1)
+        if end is not None:
+            name, said, took = end
+            assert took < 30
+            assert name == "Aborted" if told else name in ("CommTimeout", "CommError", "Aborted")
+            assert "rank 1 failed: enough" in said or not told

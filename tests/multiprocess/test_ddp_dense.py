@@ -44,16 +44,17 @@ SMALL, LARGE, MIXED = 1 << 20, 0, 4000
 
 
 class Counted:
-    """How many sums this process has begun in the hook, and how many of them in connections of their own."""
+    """How many sums this process has begun in the hook, how many of them in connections of their own, and how many
+    rounds of those that go otherwise than the library's."""
 
     def __init__(self, large: int) -> None:
         group._LARGE = large
-        self.begun, self.apart = 0, 0
-        begin, post = PostedSums.begin, GroupCommunicator.post_sum
+        self.begun, self.apart, self.swaps = 0, 0, 0
+        begin, post, swap = PostedSums.begin, GroupCommunicator.post_sum, GroupCommunicator.post_swap
 
-        def counted(sums: PostedSums, *args: Any) -> None:
+        def counted(sums: PostedSums, *args: Any, **options: Any) -> None:
             self.begun += 1
-            begin(sums, *args)
+            begin(sums, *args, **options)
 
         def posted(comm: GroupCommunicator, *args: Any) -> Callable[[], None]:
             before = set(comm._sums)
@@ -61,7 +62,12 @@ class Counted:
             self.apart += bool(comm._sums - before)
             return wait
 
+        def swapped(comm: GroupCommunicator, *args: Any) -> Callable[[], None]:
+            self.swaps += 1
+            return swap(comm, *args)
+
         PostedSums.begin = counted  # type: ignore[method-assign]
+        GroupCommunicator.post_swap = swapped  # type: ignore[method-assign]
         GroupCommunicator.post_sum = posted  # type: ignore[method-assign]
 
     def assert_apart(self, large: int) -> None:
@@ -175,12 +181,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., No
 }
 
 
-def turned(connect: Callable[..., Any], case: str, large: int) -> tuple[Mass, Parameters, list[str], set[int]]:
+def turned(
+    connect: Callable[..., Any], case: str, cap: float, large: int
+) -> tuple[Mass, Parameters, list[str], set[int], int]:
     """Four dense steps, the trial of the sparse way, and three after the decision."""
     counted = Counted(large)
     make, ddp, run = CASES[case]
     Clock(dense=1.0, sparse=0.5 + dist.get_rank())  # one rank would rather go on sparse
-    net, sink = DDP(make(), bucket_cap_mb=CAP, **ddp), MemorySink()
+    net, sink = DDP(make(), bucket_cap_mb=cap, **ddp), MemorySink()
     optimizer = sgd(net)
     with hook_up(net, optimizer, warmup_steps=4, auto=True, sinks=[sink]) as state:
         mass = weigh(net, optimizer, state, 4 + TRIAL + 3, run)
@@ -188,19 +196,25 @@ def turned(connect: Callable[..., Any], case: str, large: int) -> tuple[Mass, Pa
     held = set(mass.residual)
     for size, given in mass.given.items():
         mass.residual.setdefault(size, torch.zeros_like(given))
-    return mass, parameters_of(net), [step.phase for step in sink.steps], held
+    return mass, parameters_of(net), [step.phase for step in sink.steps], held, counted.swaps
 
 
-@pytest.mark.parametrize(("case", "large"), list(zip(CASES, (MIXED, LARGE, SMALL), strict=True)))
-def test_what_was_held_back_goes_out_when_all_turn_dense(case: str, large: int) -> None:
+SEVERAL = [(case, CAP, large) for case, large in zip(CASES, (MIXED, LARGE, SMALL), strict=True)]
+ONE = [(case, 25.0, SMALL) for case in CASES]
+
+
+@pytest.mark.parametrize(("case", "cap", "large"), SEVERAL + ONE)
+def test_what_was_held_back_goes_out_when_all_turn_dense(case: str, cap: float, large: int) -> None:
     """Entry by entry; memory of residuals is given back, except where there may be something again.
 
-    The dense steps in bfloat16 before there is a residual lose what that cannot hold, like those of DDP.
+    A bucket that is alone goes each of the ways that there are for small sums, whoever has a residual. The dense
+    steps in bfloat16 before there is a residual lose what that cannot hold, like those of DDP.
     """
-    ranks = worlds.run("gloo", 3, turned, case, large)
-    for _, parameters, phases, held in ranks:
+    ranks = worlds.run("gloo", 3, turned, case, cap, large)
+    for _, parameters, phases, held, swaps in ranks:
         assert phases == ["dense"] * 4 + ["sparse"] * TRIAL + ["dense"] * 3
         assert same_bits(parameters, ranks[0][1])
         assert held == set() or case != "all used"
+        assert swaps > 0 or (case, cap, large) not in ONE
     if case != "bfloat16":
-        assert_conserved([mass for mass, _, _, _ in ranks])
+        assert_conserved([mass for mass, *_ in ranks])

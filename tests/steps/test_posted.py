@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import stepping
 import torch
+from posting import Poster
 from torch import Tensor
 
 import oktopk
 from oktopk.layout import Bucket
 from oktopk.settings import Settings
 from oktopk.steps import StepReducer
-from oktopk.traffic import Operation
 
 ONE, TWO = Bucket(("a",), (5,)), Bucket(("b",), (3,))
 BUCKETS = (ONE, TWO)
 
 
-def steps_on(comm: oktopk.Communicator, *buckets: Bucket) -> StepReducer:
-    def post(x: Tensor, operation: Operation) -> Callable[[], None]:
-        return lambda: comm.all_reduce_(x, operation.phase)
-
-    settings = Settings.of("oktopk", 0.4, 3, None, False, {})
-    steps = StepReducer(settings, comm, post=post)
+def steps_on(comm: oktopk.Communicator, *buckets: Bucket, auto: bool = False, warmup: int = 3) -> StepReducer:
+    steps = StepReducer(Settings.of("oktopk", 0.4, warmup, None, auto, {}), comm, poster=Poster(comm))
     for bucket in buckets or BUCKETS:  # ranks get to know them
         assert not steps.posts(bucket, own(comm.rank, bucket))
         steps.reduce(bucket, own(comm.rank, bucket))
@@ -209,14 +203,13 @@ def test_sums_that_are_under_way_together_share_their_time_by_size() -> None:
 def test_a_step_of_one_sum_is_what_beginning_and_finishing_it_gives(world: int) -> None:
     def job(comm: oktopk.Communicator) -> None:
         steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
-        assert steps.may_sum_alone(ONE, grad)
+        assert steps.posts(ONE, grad)
         steps.sum_alone(ONE, grad, 0.0)
         torch.testing.assert_close(grad, mean(world, ONE))
         assert steps.last is not None
         assert (steps.last.step, steps.last.skipped, steps.last.volume.count) == (1, False, ONE.size)
         assert steps.last.wire.modelled_bytes == 2 * 4 * ONE.size * (world - 1) // world
         assert steps.step == 2
-        assert len(steps.lanes[ONE].choice.times[True]) == 2
 
     stepping.on_ranks(world, job)
 
@@ -237,13 +230,54 @@ def test_a_step_of_one_sum_that_is_not_finite_is_lost_and_the_next_one_is_not() 
     stepping.on_ranks(3, job)
 
 
-def test_a_bucket_with_a_residual_is_not_summed_alone() -> None:
-    """What was held back must go with it."""
+def test_what_one_rank_held_back_goes_with_a_step_of_one_sum() -> None:
+    """Others need not know: they take the same way, and get the same."""
 
     def job(comm: oktopk.Communicator) -> None:
         steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
-        steps.reducer.residuals.flat(ONE).fill_(1.0)
-        assert steps.posts(ONE, grad)
-        assert not steps.may_sum_alone(ONE, grad)
+        if comm.rank == 1:
+            steps.reducer.residuals.flat(ONE).fill_(1.0)
+        steps.sum_alone(ONE, grad, 0.0)
+        torch.testing.assert_close(grad, mean(comm.world, ONE) + 1.0 / comm.world)
+        assert steps.reducer.residuals.state_dict() == {}
+        assert (steps.step, steps.skipped) == (2, False)
 
-    stepping.on_ranks(2, job)
+    stepping.on_ranks(3, job)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_steps_of_one_sum_go_by_the_clock_and_are_told_of_as_they_went(world: int) -> None:
+    """Each way has its own bytes; who asks late is told the same."""
+
+    def job(comm: oktopk.Communicator) -> list[tuple[int, int]]:
+        steps, told = steps_on(comm, ONE, auto=True, warmup=100), []
+        for step in range(6):
+            grad = own(comm.rank, ONE)
+            if comm.rank == 0 and step % 2:
+                steps.reducer.residuals.flat(ONE).fill_(1.0)  # goes the same way as others
+            steps.sum_alone(ONE, grad, 0.0)
+            torch.testing.assert_close(grad, mean(world, ONE) + step % 2 / world)
+            assert steps.last is not None
+            assert steps.last is steps.last
+            assert steps.last.step == step + 1
+            assert steps.last.reductions[0].seconds.exchange > 0
+            told.append((steps.last.wire.modelled_bytes, len(steps.lanes[ONE].choice.times[True])))
+        return told
+
+    size, parts = 4 * ONE.size, -(-4 * ONE.size // world)
+    ways = [2 * size * (world - 1) // world, 2 * parts * (world - 1), size * (world - 1)]
+    for told in stepping.on_ranks(world, job):
+        assert [moved for moved, _ in told] == 2 * ways
+        assert [timed for _, timed in told] == [2, 3, 4, 5, 6, 7]
+
+
+def test_only_who_goes_by_the_clock_sums_otherwise_than_the_library() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        for auto in (False, True):
+            steps = steps_on(comm, ONE, auto=auto)
+            assert (steps._sums._small is not None) == (auto and comm.world > 1)
+        dense = Settings.of("dense", 0.4, 3, None, True, {})
+        assert StepReducer(dense, comm, poster=Poster(comm))._sums._small is None
+
+    for world in (1, 2):
+        stepping.on_ranks(world, job)

@@ -101,7 +101,7 @@ class GroupCommunicator(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         own: Any = dist.group.WORLD if group is None else group
         self._devices = self._messages = own
-        self._options = dist.AllreduceOptions()
+        self._sum_options, self._swap_options = dist.AllreduceOptions(), dist.AllToAllOptions()
         self._under_way: weakref.WeakSet[_Work] = weakref.WeakSet()
         self._sums: set[Any] = set()
         """Those under way in connections of our own. While there is one, the group cannot end."""
@@ -228,7 +228,7 @@ class GroupCommunicator(Communicator):
         summed = x.contiguous()
         group = self._open(operation, devices=not x.is_cpu)
         try:
-            group.allreduce([summed], self._bounded()).wait(self._options.timeout)
+            group.allreduce([summed], self._bounded(self._sum_options)).wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
             del group
             raise self.explain(error, operation, None, deadline) from error
@@ -242,9 +242,18 @@ class GroupCommunicator(Communicator):
         they do there, as DDP does.
         """
         own = x.nbytes >= _LARGE and self._messages is not self._devices
+        return self._post(lambda group: group.allreduce([x], self._bounded(self._sum_options)), operation, own)
+
+    def post_swap(self, received: Tensor, sent: Tensor, operation: Operation) -> Callable[[], None]:
+        """Begin to send part r to rank r and to receive one from each, all of one size: as small sums go."""
+        options = self._bounded(self._swap_options)
+        return self._post(lambda group: group.alltoall_base(received, sent, [], [], options), operation, False)
+
+    def _post(self, begin: Callable[[Any], Any], operation: Operation, own: bool) -> Callable[[], None]:
+        """Begin a collective in our `own` connections, or in the group that was given."""
         group, deadline = self._open(operation, devices=not own), self._deadline()
         try:
-            work = group.allreduce([x], self._bounded())
+            work = begin(group)
         except RuntimeError as error:
             del group
             raise self.explain(error, operation, None, deadline) from error
@@ -275,7 +284,7 @@ class GroupCommunicator(Communicator):
         end = self._deadline()  # counts from now on: sums that were begun earlier come first
         while True:
             try:
-                work.wait(min(self._options.timeout, _LOOK))
+                work.wait(min(timedelta(seconds=self.timeout), _LOOK))
                 return
             except RuntimeError as error:
                 if work.is_completed() or time.monotonic() >= end:
@@ -286,10 +295,10 @@ class GroupCommunicator(Communicator):
                     raise RuntimeError("another rank has given up") from error
         work.wait(_AT_ONCE)  # raises what it was, unless it was just a look at the clock
 
-    def _bounded(self) -> Any:
+    def _bounded(self, options: Any) -> Any:
         """Options that bound gloo's own thread too; without them it waits on, and the process cannot end."""
-        self._options.timeout = timedelta(seconds=self.timeout)
-        return self._options
+        options.timeout = timedelta(seconds=self.timeout)
+        return options
 
 
 def _cut(group: Any, rank: int, world: int) -> None:

@@ -1,0 +1,116 @@
+"""Sums of small models: they cost rounds, not bytes, and the library's own takes many.
+
+    ring         2 (P - 1) rounds that move n / P entries each: the library's own
+    two rounds   part r goes to rank r, which adds up what it gets and sends that to everybody: as many bytes
+    one round    everybody sends everything to everybody: P / 2 times as many bytes
+
+Which is the fastest is a matter of the link, the cores and the number of ranks: the clock decides. Ranks add in
+the same order, so that all get the same bits; they are not those of the library.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .comm import Communicator
+from .traffic import Operation, Traffic, one_round, ring, two_rounds
+
+LARGEST = 1 << 18
+"""Bytes up to which a sum is small."""
+_TRIES = 4
+_REST = 1000
+"""Sums until all ways are tried again; from then on twice as many each time."""
+
+Wait = Callable[[], None]
+Moved = Callable[[int, int, float], Traffic]
+"""What a sum of so many bytes over so many ranks moves in so many seconds."""
+
+
+class Poster(Protocol):
+    """Begins collectives of a library, at once and in the same order on all ranks. Call the result to wait."""
+
+    def post_sum(self, x: Tensor, operation: Operation) -> Wait:
+        """Sum x in its place."""
+
+    def post_swap(self, received: Tensor, sent: Tensor, operation: Operation) -> Wait:
+        """Part r of what is sent goes to rank r, and what rank r sends here becomes part r of `received`."""
+
+
+class Race:
+    """Ways that are tried in turn; then the fastest is taken for long. The same on all ranks, who count alike."""
+
+    def __init__(self, ways: int) -> None:
+        self._times: list[list[float]] = [[] for _ in range(ways)]
+        self._best, self._done, self._rest = 0, 0, _REST
+
+    @property
+    def way(self) -> int:
+        return self._done % len(self._times) if self._done < _TRIES * len(self._times) else self._best
+
+    def note(self, seconds: float, comm: Communicator) -> None:
+        """What the way took; at the end of a race all ranks decide."""
+        trials = _TRIES * len(self._times)
+        if self._done < trials:
+            self._times[self.way].append(seconds)
+        self._done += 1
+        if self._done == trials:
+            own = torch.tensor([median(times) for times in self._times])
+            everybody = torch.stack(comm.all_gather_sealed(own, own.nbytes, "small sums"))
+            self._best = int(everybody.sum(0).argmin())
+        elif self._done == trials + self._rest:
+            self._times = [[] for _ in self._times]
+            self._done, self._rest = 0, 2 * self._rest
+
+
+class SmallSums:
+    """Sums each by the way that was the fastest; `comm` is where ranks agree on it."""
+
+    def __init__(self, comm: Communicator, poster: Poster, operation: Operation) -> None:
+        self._comm, self._poster, self._operation = comm, poster, operation
+        self._ways: tuple[tuple[Callable[[Tensor], None], Moved], ...] = (
+            (self._ring, ring),
+            (self._two_rounds, two_rounds),
+            (self._one_round, one_round),
+        )
+        self._race = Race(len(self._ways))
+
+    def sum_(self, x: Tensor) -> Moved:
+        """Over ranks, in its place. x is contiguous and in host memory."""
+        sum_, moved = self._ways[self._race.way]
+        start = time.perf_counter()
+        sum_(x)
+        self._race.note(time.perf_counter() - start, self._comm)
+        return moved
+
+    def _ring(self, x: Tensor) -> None:
+        self._poster.post_sum(x, self._operation)()
+
+    def _two_rounds(self, x: Tensor) -> None:
+        size, world = x.numel(), self._comm.world
+        sent = x.new_zeros(-(-size // world) * world)
+        sent[:size] = x
+        part = _added(self._swapped(sent), x.new_empty(sent.numel() // world))
+        x.copy_(self._swapped(part.repeat(world)).flatten()[:size])
+
+    def _one_round(self, x: Tensor) -> None:
+        _added(self._swapped(x.repeat(self._comm.world)), x)
+
+    def _swapped(self, sent: Tensor) -> Tensor:
+        """What ranks sent here: [P, entries]."""
+        received = torch.empty_like(sent)
+        self._poster.post_swap(received, sent, self._operation)()
+        return received.view(self._comm.world, -1)
+
+
+def _added(parts: Tensor, out: Tensor) -> Tensor:
+    """One after the other, so that all processors do the same."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
+    return out
