@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from .accumulator import Accumulator
 from .comm import Communicator, gather_json
+from .errors import NonFiniteError
 from .lane import Lane, not_finite
 from .lanes import Inspect
+from .metrics import StepEvent
 from .posted import Posted
 from .settings import Settings
+
+_log = logging.getLogger(__name__)
 
 _NAMED = 5
 """How many parameters a rank names."""
@@ -67,3 +72,16 @@ class Culprits:
         """Everybody's, the same on all ranks."""
         heard = gather_json(comm, self.named, "not finite")
         return tuple(dict.fromkeys(text for texts in heard for text in texts)) or (f"{_SUM}, which overflows",)
+
+
+def complain(event: StepEvent, in_a_row: int, most: int, aloud: bool) -> None:
+    """Log that a step was skipped, and raise once so many were."""
+    where = ", ".join(event.culprits)
+    if aloud:
+        _log.warning("oktopk: step %d skipped on all ranks, not finite: %s", event.step, where)
+    if in_a_row >= most:
+        raise NonFiniteError(
+            f"{in_a_row} steps in a row had gradients that are not finite; the last was step {event.step}: "
+            f"{where}. Lower the learning rate, clip gradients or look at the data; max_skipped sets how many are "
+            "tolerated"
+        )

@@ -84,7 +84,7 @@ class Volume(Additive):
 @dataclass(frozen=True)
 class Wire(Additive):
     """Bytes and messages of one rank, headers and control included. `modelled` of the bytes belong to library
-    collectives, whose inside cannot be seen: they are those of the ring algorithm."""
+    collectives, whose inside cannot be seen: they are what the algorithm must send, for sums a ring's."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -93,7 +93,7 @@ class Wire(Additive):
     control_bytes: int = 0
     """Of the bytes sent, those that carried no gradient: counts, boundaries, agreement."""
     modelled_bytes: int = 0
-    """Of the bytes sent, those that were not counted but follow from the ring algorithm."""
+    """Of the bytes sent, those that were not counted but follow from the algorithm."""
 
     @classmethod
     def of(cls, traffic: Mapping[Operation, Traffic]) -> Wire:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .comm import Communicator, Metered, agree
-from .culprits import Culprits
-from .errors import NonFiniteError
+from .culprits import Culprits, complain
 from .hosts import Host
 from .lane import Lane, Settled
 from .lanes import LaneReducer
@@ -25,8 +23,6 @@ from .settings import Settings
 from .small_sums import Poster
 from .verdict import hear, tell, with_host
 from .ways import Ways
-
-_log = logging.getLogger(__name__)
 
 _ABANDONED = "abandoned"
 
@@ -210,7 +206,7 @@ class StepReducer:
         )  # fmt: skip
         self._conclude(Told(lambda: event), skipped)
         if skipped:
-            self._complain(event)
+            complain(event, self.skipped_in_a_row, self.settings.max_skipped, aloud=self.meter.rank == 0)
         return event
 
     def _conclude(self, told: Told, skipped: bool = False) -> None:
@@ -258,17 +254,6 @@ class StepReducer:
         if self._culprits.named is None or not self.exchanges:
             return tuple(self._culprits.named or ())
         return self._culprits.shared(self.reducer.meter)
-
-    def _complain(self, event: StepEvent) -> None:
-        where = ", ".join(event.culprits)
-        if self.meter.rank == 0:
-            _log.warning("oktopk: step %d skipped on all ranks, not finite: %s", event.step, where)
-        if self.skipped_in_a_row >= self.settings.max_skipped:
-            raise NonFiniteError(
-                f"{self.skipped_in_a_row} steps in a row had gradients that are not finite; the last was step "
-                f"{event.step}: {where}. Lower the learning rate, clip gradients or look at the data; max_skipped "
-                "sets how many are tolerated"
-            )
 
     # Buckets.
 

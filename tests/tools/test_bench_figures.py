@@ -149,8 +149,8 @@ def test_the_table() -> None:
     assert cells[0][:4] == ["link", "contender", "step ms", "best ms"]
     assert cells[2] == ["1gbit", "ddp", "42,000", "12,000", "1", "41,500", "3,000", "0.001 (link)", "–", "–"]
     assert cells[3][-3:] == ["0.0006", "4,000", "25 %"]
-    assert cells[4][-3] == "0.0006 (ring)"
-    assert [line[0][:6] for line in cells[5:]] == ["(ring)", "(link)"]
+    assert cells[4][-3] == "0.0006 (model)"
+    assert [line[0].split(":")[0] for line in cells[5:]] == ["(model)", "(link)"]
     assert "(link)" not in text(list(found(None, None).values()))
     assert text(list(found(None, None).values())).splitlines()[1].split()[0] == "loopback"
 

@@ -30,7 +30,8 @@ GROUPS = {"join": 1_000_000_000, "apart": 0}
 """How many selected entries the buckets of a group have: all, or those of one bucket."""
 VARIANTS = (*VALUE_CODES, AUTO, *GROUPS, HOSTS)
 AUTO_DENSE = 12
-"""Dense steps that `auto` has for its comparison. DDP arranges its buckets anew after the first."""
+"""Dense steps that `auto` has for its comparison; DDP arranges its buckets anew after the first, and then the ways
+of small sums are tried."""
 _WARMUP = 3
 
 

@@ -14,9 +14,9 @@ _HEAD = (
 )
 _LIMITS = ("limits ms", "above / limits")
 _HOST = "MB over the host's link"
-_MARKS = {MODELLED: " (ring)", INTERFACE: " (link)"}
+_MARKS = {MODELLED: " (model)", INTERFACE: " (link)"}
 _MEANINGS = {
-    MODELLED: "(ring): bytes of the ring algorithm; the inside of a library's collective cannot be seen",
+    MODELLED: "(model): bytes that the algorithm must send; the inside of a library's collective cannot be seen",
     INTERFACE: "(link): bytes that the host's interface has counted, with headers and acknowledgements",
 }
 
