@@ -186,16 +186,16 @@ class OkTopkState(Pipeline):
             torch._foreach_mul_([flat for _, flat in delivered], factor)
         layout = self._choose_layout([bucket for bucket, _ in delivered])
         grads = {name: flat[place] for bucket, flat in delivered for name, place in bucket.places.items()}
-        whole = dict(delivered)
-        moved = {}
+        whole, moved = dict(delivered), {}
         for bucket in layout:
-            flat = whole.get(bucket)
-            if flat is None:
+            if bucket not in whole:
                 first = grads[bucket.names[0]]
-                flat = moved[bucket] = torch.empty(bucket.size, dtype=first.dtype, device=first.device)
+                flat = whole[bucket] = moved[bucket] = first.new_empty(bucket.size)
                 gather(bucket, grads, flat)
-            self.submit(bucket, flat, last=bucket is layout[-1])
-        self.finish()
+        if len(layout) > 1 or not self.sum_alone(layout[0], whole[layout[0]]):
+            for bucket in layout:
+                self.submit(bucket, whole[bucket], last=bucket is layout[-1])
+            self.finish()
         for bucket, flat in moved.items():
             scatter(bucket, flat, grads)
 

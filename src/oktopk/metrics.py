@@ -242,7 +242,7 @@ def combine(step: int, reductions: Iterable[ReductionEvent], **rest: object) -> 
 
 
 class Told:
-    """A step that is told of when somebody asks: that takes longer than a small model has for the whole of it."""
+    """A step whose event is made when somebody asks for it: that takes as long as the step of a small model."""
 
     def __init__(self, tell: Callable[[], StepEvent]) -> None:
         self._tell = tell

@@ -95,13 +95,13 @@ class Pipeline:
             self._worker.submit(lambda: steps.end_sums(1))
 
     def sum_alone(self, bucket: Bucket, grad: Tensor) -> bool:
-        """Do a whole step at once, if it is no more than a dense sum of this bucket; whether it was."""
-        steps = self._steps
-        if self._first_handed is not None or self.scaled or not steps.posts(bucket, grad):
+        """Do a step that has no other bucket at once, if this one goes dense; whether it did."""
+        steps, scale = self._steps, self._scale()
+        if self._first_handed is not None or not steps.posts(bucket, grad):
             return False
         self._take_time()
         start = self._last_handed
-        self._worker.here(lambda: steps.sum_alone(bucket, grad, start))
+        self._worker.here(lambda: steps.sum_alone(bucket, grad, scale, start))
         self._first_handed = None
         return True
 

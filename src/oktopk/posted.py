@@ -27,9 +27,9 @@ from .kernels import backend
 from .lane import Lane, Settled, dense_settled, not_finite
 from .lanes import Inspect, LaneReducer
 from .metrics import DENSE, ReductionEvent, Seconds, Span, Volume, Wire
-from .small_sums import LARGEST, Moved, Poster, SmallSums, Wait
+from .small_sums import SMALL_BYTES, Moved, Poster, SmallSums, Wait
 from .sparse import all_finite
-from .traffic import Operation, Traffic, ring
+from .traffic import Operation, Traffic, modelled, ring_moves
 
 _OPERATION = Operation("all_reduce", "dense")
 
@@ -66,13 +66,11 @@ class Summed(NamedTuple):
 
     lane: Lane
     nbytes: int
-    sum_nbytes: int
-    """Of the gradient, and of what was summed: the type may be another one."""
+    """Of the gradient."""
     residual_norm: float
-    world: int
     moved: Moved
     before: Mapping[Operation, Traffic]
-    """What else was sent since the last one."""
+    """What this rank has sent besides, since the reduction before this one."""
     start: float
     posted: float
     done: float
@@ -80,7 +78,7 @@ class Summed(NamedTuple):
 
     def event(self, step: int) -> ReductionEvent:
         size, exchange = self.lane.bucket.size, self.done - self.posted
-        traffic = {**self.before, _OPERATION: self.moved(self.sum_nbytes, self.world, exchange)}
+        traffic = {**self.before, _OPERATION: modelled(*self.moved, exchange)}
         return ReductionEvent(
             step=step, bucket=self.lane.index, phase=DENSE, algorithm="dense",
             volume=Volume(size, size, self.nbytes), target_count=size, local_count=size,
@@ -106,44 +104,56 @@ class PostedSums:
     def possible(self, grad: Tensor) -> bool:
         return self._poster is not None and grad.is_cpu and not self._reducer.settings.momentum
 
-    def begin(self, lane: Lane, grad: Tensor, scale: float | None, alone: bool = False) -> None:
-        """Begin the sum of a bucket, or do all of it if no other bucket is in the step: all ranks know that."""
+    def begin(self, lane: Lane, grad: Tensor, scale: float | None) -> None:
+        """Begin the sum of a bucket."""
         assert self._poster is not None
-        begun, idle, aside = time.perf_counter(), False, ExitStack()
-        work, residual = self._reducer.dense_work(lane, grad, scale)
-        acc = Accumulator(work, residual)
-        mean = work
+        one = self._ready(lane, grad, scale)
         try:
-            if residual is not None:
-                idle = bool(aside.enter_context(self._reducer.set_aside(lane.bucket, work, residual)))
-                mean = acc.values.clone()
-            found = _divide(mean, self._reducer.meter.world, lane)
-            posted, moved = time.perf_counter(), ring if not alone else self._sum(mean)
-            wait = _there if alone else self._poster.post_sum(mean, _OPERATION)
+            wait = self._poster.post_sum(one.mean, _OPERATION)
         except BaseException:
-            with aside:
-                acc.roll_back()
+            with one.aside:
+                one.acc.roll_back()
             raise
-        self.under_way.append(Posted(lane, grad, scale, acc, mean, found, idle, aside, wait, moved, begun, posted))
+        self.under_way.append(one._replace(wait=wait, posted=time.perf_counter()))
 
-    def at_once(self, lane: Lane, grad: Tensor) -> Summed | None:
-        """The sum of a bucket that is alone. With a residual, or if it is not finite, that is not all: None.
+    def at_once(self, lane: Lane, grad: Tensor, scale: float | None) -> Summed | None:
+        """Make the sum of a bucket that is alone in its step, which all ranks know.
 
-        Then end() has the rest.
+        None if more is to be done, because of a residual, a scale, or numbers that are not finite: end() does it.
         """
-        self.begin(lane, grad, None, alone=True)
-        one = self.under_way[0]
-        if one.acc.residual is not None or not one.finite():
+        one = self._ready(lane, grad, scale)
+        self.under_way.append(one)
+        one = self.under_way[0] = one._replace(moved=self._sum(one.mean))
+        if one.acc.residual is not None or scale is not None or not one.finite():
             return None
         self.under_way.clear()
         return self._summed(one, 0.0, time.perf_counter())
 
+    def _ready(self, lane: Lane, grad: Tensor, scale: float | None) -> Posted:
+        """What is to be summed, divided by the number of ranks."""
+        begun, idle, aside = time.perf_counter(), False, ExitStack()
+        work, residual = self._reducer.dense_work(lane, grad, scale)
+        acc, mean, world = Accumulator(work, residual), work, self._reducer.meter.world
+        try:
+            if residual is not None:
+                idle = bool(aside.enter_context(self._reducer.set_aside(lane.bucket, work, residual)))
+                mean = acc.values.clone()
+            found = _divide(mean, world, lane)
+        except BaseException:
+            with aside:
+                acc.roll_back()
+            raise
+        moved = ring_moves(mean.nbytes, world)
+        return Posted(
+            lane, grad, scale, acc, mean, found, idle, aside, _there, moved, begun, time.perf_counter()
+        )  # fmt: skip
+
     def _sum(self, mean: Tensor) -> Moved:
         assert self._poster is not None
-        if self._small is not None and mean.nbytes <= LARGEST:
+        if self._small is not None and 0 < mean.nbytes <= SMALL_BYTES:
             return self._small.sum_(mean)
         self._poster.post_sum(mean, _OPERATION)()
-        return ring
+        return ring_moves(mean.nbytes, self._reducer.meter.world)
 
     def end(self, one: Posted, step: int, inspect: Inspect | None) -> tuple[Settled, ReductionEvent]:
         """Wait for a sum. Without `inspect` it does not count: the step is lost already."""
@@ -167,8 +177,7 @@ class PostedSums:
         self._reducer.blocked = done - posted
         stop = self._free = time.perf_counter()
         return Summed(
-            one.lane, one.grad.nbytes, one.mean.nbytes, norm, meter.world, one.moved, meter.take(),
-            start, posted, done, stop,
+            one.lane, one.grad.nbytes, norm, one.moved, meter.take(), start, posted, done, stop
         )  # fmt: skip
 
     def cancel(self) -> None:

@@ -2,7 +2,7 @@
 
     ring         2 (P - 1) rounds that move n / P entries each: the library's own
     two rounds   part r goes to rank r, which adds up what it gets and sends that to everybody: as many bytes
-    one round    everybody sends everything to everybody: P / 2 times as many bytes
+    one round    everybody sends everything to everybody: P / 2 times as many bytes; not if that is too much
 
 Which is the fastest is a matter of the link, the cores and the number of ranks: the clock decides. Ranks add in
 the same order, so that all get the same bits; they are not those of the library.
@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 
 from .comm import Communicator
-from .traffic import Operation, Traffic, one_round, ring, two_rounds
+from .traffic import Operation, ring_moves
 
-LARGEST = 1 << 18
-"""Bytes up to which a sum is small."""
+SMALL_BYTES = 1 << 18
+"""Up to which a sum is small."""
+_ONE_ROUND_BYTES = 1 << 20
+"""What a rank may send to do it in one round."""
 _TRIES = 4
 _REST = 1000
 """Sums until all ways are tried again; from then on twice as many each time."""
 
 Wait = Callable[[], None]
-Moved = Callable[[int, int, float], Traffic]
-"""What a sum of so many bytes over so many ranks moves in so many seconds."""
+Moved = tuple[int, int]
+"""Bytes and messages that a rank sends."""
 
 
 class Poster(Protocol):
@@ -73,33 +75,36 @@ class SmallSums:
 
     def __init__(self, comm: Communicator, poster: Poster, operation: Operation) -> None:
         self._comm, self._poster, self._operation = comm, poster, operation
-        self._ways: tuple[tuple[Callable[[Tensor], None], Moved], ...] = (
-            (self._ring, ring),
-            (self._two_rounds, two_rounds),
-            (self._one_round, one_round),
-        )
+        self._ways = self._ring, self._two_rounds, self._one_round
         self._race = Race(len(self._ways))
 
     def sum_(self, x: Tensor) -> Moved:
-        """Over ranks, in its place. x is contiguous and in host memory."""
-        sum_, moved = self._ways[self._race.way]
+        """Over ranks, in its place. x is contiguous, in host memory, and not empty."""
+        sum_ = self._ways[self._race.way]
         start = time.perf_counter()
-        sum_(x)
+        moved = sum_(x)
         self._race.note(time.perf_counter() - start, self._comm)
         return moved
 
-    def _ring(self, x: Tensor) -> None:
+    def _ring(self, x: Tensor) -> Moved:
         self._poster.post_sum(x, self._operation)()
+        return ring_moves(x.nbytes, self._comm.world)
 
-    def _two_rounds(self, x: Tensor) -> None:
-        size, world = x.numel(), self._comm.world
-        sent = x.new_zeros(-(-size // world) * world)
+    def _two_rounds(self, x: Tensor) -> Moved:
+        size, others = x.numel(), self._comm.world - 1
+        part = x.new_empty(-(-size // self._comm.world))
+        sent = x.new_zeros(part.numel() * self._comm.world)
         sent[:size] = x
-        part = _added(self._swapped(sent), x.new_empty(sent.numel() // world))
-        x.copy_(self._swapped(part.repeat(world)).flatten()[:size])
+        _added(self._swapped(sent), part)
+        x.copy_(self._swapped(part.repeat(self._comm.world)).flatten()[:size])
+        return 2 * part.nbytes * others, 2 * others
 
-    def _one_round(self, x: Tensor) -> None:
+    def _one_round(self, x: Tensor) -> Moved:
+        others = self._comm.world - 1
+        if x.nbytes * others > _ONE_ROUND_BYTES:
+            return self._two_rounds(x)
         _added(self._swapped(x.repeat(self._comm.world)), x)
+        return x.nbytes * others, others
 
     def _swapped(self, sent: Tensor) -> Tensor:
         """What ranks sent here: [P, entries]."""

@@ -122,16 +122,16 @@ class StepReducer:
         self._sums.begin(self.lanes[bucket], grad, scale)
         self._handed += 1
 
-    def sum_alone(self, bucket: Bucket, grad: Tensor, start: float) -> None:
+    def sum_alone(self, bucket: Bucket, grad: Tensor, scale: float | None, start: float) -> None:
         """post() and finish() of a step that has no other bucket, by a short cut: small models take no time."""
         lane, step = self.lanes[bucket], self.step
-        summed = self._sums.at_once(lane, grad)
+        summed = self._sums.at_once(lane, grad, scale)
         if summed is None:
             self.finish(start, start)
             return
-        stop = time.perf_counter()
-        self.ways.time_dense(lane, summed.stop - summed.start, stop - start, step)
+        self.ways.time_dense(lane, summed.stop - summed.start, time.perf_counter() - start, step)
         self._decide([lane])
+        stop = time.perf_counter()
 
         def tell() -> StepEvent:
             return combine(

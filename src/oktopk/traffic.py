@@ -85,20 +85,16 @@ class Tally:
 
 def ring(size: int, world: int, seconds: float = 0.0) -> Traffic:
     """Of an all-reduce of so many bytes, as the ring algorithm does it."""
-    return _modelled(2 * size * (world - 1) // world, 2 * (world - 1), seconds)
+    return modelled(*ring_moves(size, world), seconds)
 
 
-def two_rounds(size: int, world: int, seconds: float = 0.0) -> Traffic:
-    """Of a sum whose parts go to one rank each, and from there to all."""
-    return _modelled(2 * -(-size // world) * (world - 1), 2 * (world - 1), seconds)
+def ring_moves(size: int, world: int) -> tuple[int, int]:
+    """Bytes and messages that a rank sends then."""
+    return 2 * size * (world - 1) // world, 2 * (world - 1)
 
 
-def one_round(size: int, world: int, seconds: float = 0.0) -> Traffic:
-    """Of a sum that each rank makes itself, of all that everybody has."""
-    return _modelled(size * (world - 1), world - 1, seconds)
-
-
-def _modelled(moved: int, messages: int, seconds: float) -> Traffic:
+def modelled(moved: int, messages: int, seconds: float) -> Traffic:
+    """Of a library's collective that has each rank send and receive so many bytes, in messages of one size."""
     sizes = {max(1, moved // messages).bit_length() - 1: messages} if messages else {}
     return Traffic(moved, moved, messages, messages, seconds, True, sizes)
 

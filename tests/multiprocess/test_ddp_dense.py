@@ -27,10 +27,11 @@ from training import (
     weigh,
 )
 
+from oktopk import small_sums
 from oktopk.choice import TRIAL, Choice
 from oktopk.comm import GroupCommunicator, group
 from oktopk.metrics import StepEvent
-from oktopk.posted import PostedSums
+from oktopk.posted import Posted, PostedSums
 from oktopk.sinks import MemorySink
 
 CAP = 0.003
@@ -48,13 +49,13 @@ class Counted:
     rounds of those that go otherwise than the library's."""
 
     def __init__(self, large: int) -> None:
-        group._LARGE = large
+        group._LARGE, small_sums._TRIES = large, 1
         self.begun, self.apart, self.swaps = 0, 0, 0
-        begin, post, swap = PostedSums.begin, GroupCommunicator.post_sum, GroupCommunicator.post_swap
+        ready, post, swap = PostedSums._ready, GroupCommunicator.post_sum, GroupCommunicator.post_swap
 
-        def counted(sums: PostedSums, *args: Any, **options: Any) -> None:
+        def counted(sums: PostedSums, *args: Any) -> Posted:
             self.begun += 1
-            begin(sums, *args, **options)
+            return ready(sums, *args)
 
         def posted(comm: GroupCommunicator, *args: Any) -> Callable[[], None]:
             before = set(comm._sums)
@@ -66,7 +67,7 @@ class Counted:
             self.swaps += 1
             return swap(comm, *args)
 
-        PostedSums.begin = counted  # type: ignore[method-assign]
+        PostedSums._ready = counted  # type: ignore[method-assign]
         GroupCommunicator.post_swap = swapped  # type: ignore[method-assign]
         GroupCommunicator.post_sum = posted  # type: ignore[method-assign]
 
@@ -116,9 +117,10 @@ def assert_true_figures(step: StepEvent) -> None:
 
 
 def lost(
-    connect: Callable[..., Any], name: str, cap: float, scaled: bool, large: int
+    connect: Callable[..., Any], name: str, cap: float, scaled: bool, large: int, auto: bool
 ) -> tuple[Parameters, Parameters, StepEvent, Any]:
-    """Nine dense steps; in the sixth, one gradient of rank 1 is infinite."""
+    """Nine dense steps; in the sixth, one gradient of rank 1 is infinite. With `auto` a small model has found its
+    way to sum by then."""
     bad, net, sink, counted = 5, DDP(mlp(), bucket_cap_mb=cap), MemorySink(), Counted(large)
     optimizer, rank = sgd(net), dist.get_rank()
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
@@ -127,7 +129,7 @@ def lost(
         return grad * torch.inf if rank == 1 and len(sink.steps) == bad else grad
 
     dict(net.module.named_parameters())[name].register_hook(poison)
-    with hook_up(net, optimizer, warmup_steps=20, sinks=[sink], grad_scaler=scaler) as state:
+    with hook_up(net, optimizer, warmup_steps=20, sinks=[sink], grad_scaler=scaler, auto=auto) as state:
         seen = [parameters_of(net)]
         for step in range(9):
             optimizer.zero_grad()
@@ -140,21 +142,25 @@ def lost(
     assert [step.skipped for step in sink.steps] == [step == bad for step in range(9)]
     assert counted.begun == sum(len(step.reductions) for step in sink.steps[KNOWN:])
     counted.assert_apart(large)
+    assert (counted.swaps > 0) == auto
     assert scaler.get_scale() == (512.0 if scaled else 1.0)
     return seen[bad], seen[bad + 1], event, residuals
 
 
-SOMEWHERE = [("0.weight", CAP), ("2.weight", CAP), ("4.bias", CAP), ("2.bias", 25.0)]
+SOMEWHERE = [
+    ("0.weight", CAP, False), ("2.weight", CAP, False), ("4.bias", CAP, False),
+    ("2.bias", 25.0, False), ("2.bias", 25.0, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("scaled", "large"), [(False, LARGE), (True, SMALL)])
-@pytest.mark.parametrize(("name", "cap"), SOMEWHERE)
+@pytest.mark.parametrize(("name", "cap", "auto"), SOMEWHERE)
 def test_a_number_that_is_not_finite_on_one_rank_loses_the_step_on_all(
-    name: str, cap: float, scaled: bool, large: int
+    name: str, cap: float, auto: bool, scaled: bool, large: int
 ) -> None:
     """Wherever it is: in the bucket that comes first, or last, or in the only one. What others kept of it goes
     out later."""
-    ranks = worlds.run("gloo", 3, lost, name, cap, scaled, large)
+    ranks = worlds.run("gloo", 3, lost, name, cap, scaled, SMALL if auto else large, auto)
     for before, after, event, residuals in ranks:
         assert same_bits(before, after)
         assert same_bits(after, ranks[0][1])
@@ -215,6 +221,7 @@ def test_what_was_held_back_goes_out_when_all_turn_dense(case: str, cap: float, 
         assert phases == ["dense"] * 4 + ["sparse"] * TRIAL + ["dense"] * 3
         assert same_bits(parameters, ranks[0][1])
         assert held == set() or case != "all used"
-        assert swaps > 0 or (case, cap, large) not in ONE
+        # Two rounds, one, and twice the way that was the fastest; before that the ring.
+        assert swaps in (3, 5, 7) or (case, cap, large) not in ONE
     if case != "bfloat16":
         assert_conserved([mass for mass, *_ in ranks])

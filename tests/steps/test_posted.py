@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import stepping
 import torch
@@ -11,7 +14,9 @@ from torch import Tensor
 import oktopk
 from oktopk.layout import Bucket
 from oktopk.settings import Settings
+from oktopk.sinks import MemorySink
 from oktopk.steps import StepReducer
+from oktopk.traffic import Operation
 
 ONE, TWO = Bucket(("a",), (5,)), Bucket(("b",), (3,))
 BUCKETS = (ONE, TWO)
@@ -204,7 +209,7 @@ def test_a_step_of_one_sum_is_what_beginning_and_finishing_it_gives(world: int) 
     def job(comm: oktopk.Communicator) -> None:
         steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
         assert steps.posts(ONE, grad)
-        steps.sum_alone(ONE, grad, 0.0)
+        steps.sum_alone(ONE, grad, None, 0.0)
         torch.testing.assert_close(grad, mean(world, ONE))
         assert steps.last is not None
         assert (steps.last.step, steps.last.skipped, steps.last.volume.count) == (1, False, ONE.size)
@@ -218,12 +223,12 @@ def test_a_step_of_one_sum_that_is_not_finite_is_lost_and_the_next_one_is_not() 
     def job(comm: oktopk.Communicator) -> None:
         steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
         grad[2] = float("nan") if comm.rank == 1 else 0.0
-        steps.sum_alone(ONE, grad, 0.0)
+        steps.sum_alone(ONE, grad, None, 0.0)
         assert steps.last is not None
         assert (steps.last.skipped, steps.last.culprits) == (True, ("rank 1: a",))
         assert not grad.any()
         again = own(comm.rank, ONE)
-        steps.sum_alone(ONE, again, 0.0)
+        steps.sum_alone(ONE, again, None, 0.0)
         torch.testing.assert_close(again, mean(comm.world, ONE))
         assert (steps.step, steps.skipped_steps, steps.skipped_in_a_row) == (3, 1, 0)
 
@@ -237,7 +242,7 @@ def test_what_one_rank_held_back_goes_with_a_step_of_one_sum() -> None:
         steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
         if comm.rank == 1:
             steps.reducer.residuals.flat(ONE).fill_(1.0)
-        steps.sum_alone(ONE, grad, 0.0)
+        steps.sum_alone(ONE, grad, None, 0.0)
         torch.testing.assert_close(grad, mean(comm.world, ONE) + 1.0 / comm.world)
         assert steps.reducer.residuals.state_dict() == {}
         assert (steps.step, steps.skipped) == (2, False)
@@ -247,7 +252,7 @@ def test_what_one_rank_held_back_goes_with_a_step_of_one_sum() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_steps_of_one_sum_go_by_the_clock_and_are_told_of_as_they_went(world: int) -> None:
-    """Each way has its own bytes; who asks late is told the same."""
+    """Each way has its own bytes, whether there is a residual or not."""
 
     def job(comm: oktopk.Communicator) -> list[tuple[int, int]]:
         steps, told = steps_on(comm, ONE, auto=True, warmup=100), []
@@ -255,7 +260,7 @@ def test_steps_of_one_sum_go_by_the_clock_and_are_told_of_as_they_went(world: in
             grad = own(comm.rank, ONE)
             if comm.rank == 0 and step % 2:
                 steps.reducer.residuals.flat(ONE).fill_(1.0)  # goes the same way as others
-            steps.sum_alone(ONE, grad, 0.0)
+            steps.sum_alone(ONE, grad, None, 0.0)
             torch.testing.assert_close(grad, mean(world, ONE) + step % 2 / world)
             assert steps.last is not None
             assert steps.last is steps.last
@@ -264,11 +269,58 @@ def test_steps_of_one_sum_go_by_the_clock_and_are_told_of_as_they_went(world: in
             told.append((steps.last.wire.modelled_bytes, len(steps.lanes[ONE].choice.times[True])))
         return told
 
-    size, parts = 4 * ONE.size, -(-4 * ONE.size // world)
-    ways = [2 * size * (world - 1) // world, 2 * parts * (world - 1), size * (world - 1)]
+    size, part = 4 * ONE.size, 4 * -(-ONE.size // world)
+    ways = [2 * size * (world - 1) // world, 2 * part * (world - 1), size * (world - 1)]
     for told in stepping.on_ranks(world, job):
         assert [moved for moved, _ in told] == 2 * ways
         assert [timed for _, timed in told] == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_who_asks_is_told_what_sinks_are_told_at_once(scale: float | None) -> None:
+    """But for the time that it took. With a GradScaler the sum is of what it had not scaled."""
+
+    def job(comm: oktopk.Communicator) -> tuple[Any, ...]:
+        told = []
+        for sinks in ([MemorySink()], []):
+            steps, grad = steps_on(comm, ONE, auto=True, warmup=100), own(comm.rank, ONE)
+            steps.sinks += sinks
+            steps.sum_alone(ONE, grad * (scale or 1.0), scale, 0.0)
+            steps.sum_alone(ONE, grad.mul_(scale or 1.0), scale, 0.0)
+            torch.testing.assert_close(grad, mean(comm.world, ONE) * (scale or 1.0))
+            event = sinks[0].steps[-1] if sinks else steps.last
+            assert event is steps.last
+            assert event is not None
+            told.append((event.step, event.phase, event.volume, event.local_count, event.wire, event.skipped))
+        return tuple(told)
+
+    for eager, late in stepping.on_ranks(3, job):
+        assert eager == late
+        assert eager[0] == 2
+
+
+def test_a_sum_of_one_bucket_that_fails_leaves_memory_alone_that_the_library_may_be_at_work_on() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        for held in (False, True):
+            steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
+            steps._sums._poster = Broken(comm)
+            if held:
+                steps.reducer.residuals.flat(ONE).fill_(1.0)
+            with pytest.raises(oktopk.CommError, match="nobody there"):
+                steps.sum_alone(ONE, grad, None, 0.0)
+            steps.give_up()
+            assert bool(grad.any()) == (not held)
+            if held:
+                assert torch.equal(steps.reducer.residuals.flat(ONE), torch.ones(5))
+
+    class Broken(Poster):
+        def post_sum(self, x: Tensor, operation: Operation) -> Callable[[], None]:
+            def fail() -> None:
+                raise oktopk.CommError("nobody there")
+
+            return fail
+
+    stepping.on_ranks(3, job)
 
 
 def test_only_who_goes_by_the_clock_sums_otherwise_than_the_library() -> None:

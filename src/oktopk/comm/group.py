@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -23,16 +22,15 @@ from torch._C._distributed_c10d import PrefixStore
 from ..errors import Aborted, CommError, CommTimeout, OkTopkError
 from ..traffic import Operation
 from .base import DEFAULT_TIMEOUT, Communicator, interrupted, listed, seconds_until, trim
+from .cutting import AT_ONCE, cut
 from .notices import Notices
 from .unhurried import unhurried
 
-_LOOK, _AT_ONCE = timedelta(seconds=1), timedelta(milliseconds=1)
-"""How often somebody who waits looks for notes of others; and a wait that is over at once."""
+_LOOK = timedelta(seconds=1)
+"""How often somebody who waits looks for notes of others."""
 
-_DATA, _NOTHING = 0, 1
-"""Tags: of messages, and the first of those that nobody ever sends."""
-_INTERFACES = "GLOO_SOCKET_IFNAME"
-"""Where gloo finds the names of its interfaces. Each has connections of its own, and tags take turns with them."""
+_DATA = 0
+"""The tag of messages."""
 
 _LOOP = "gloo_tcp_loop"
 """The thread of a gloo group that serves its connections."""
@@ -166,14 +164,14 @@ class GroupCommunicator(Communicator):
             for pending in self._under_way:
                 pending.work = None
         if summing:
-            _cut(group, self.rank, self.world)
+            cut(group, self.rank, self.world)
 
     def interrupt(self) -> None:
         """Wake whoever waits."""
         group, self._interrupted = self._messages, True
         self._notices.silence()
         self.close()
-        _cut(group, self.rank, self.world)
+        cut(group, self.rank, self.world)
 
     def explain(self, error: Exception, operation: Operation, peer: int | None, deadline: float) -> CommError:
         """Why an operation with a peer, or with all, failed: another rank's own word for it, if there is one.
@@ -276,7 +274,7 @@ class GroupCommunicator(Communicator):
             if not closed:
                 self._sums.add(sum_)
         if closed:
-            _cut(group, self.rank, self.world)
+            cut(group, self.rank, self.world)
             raise CommError(f"{operation}: the communicator has been closed")
 
     def _wait_or_hear(self, work: Any) -> None:
@@ -293,24 +291,9 @@ class GroupCommunicator(Communicator):
                     raise
                 if self._notices.trouble():
                     raise RuntimeError("another rank has given up") from error
-        work.wait(_AT_ONCE)  # raises what it was, unless it was just a look at the clock
+        work.wait(AT_ONCE)  # raises what it was, unless it was just a look at the clock
 
     def _bounded(self, options: Any) -> Any:
         """Options that bound gloo's own thread too; without them it waits on, and the process cannot end."""
         options.timeout = timedelta(seconds=self.timeout)
         return options
-
-
-def _cut(group: Any, rank: int, world: int) -> None:
-    """Close the connections of a group, whoever waits: gloo closes all of an interface when a receive is overdue.
-
-    One from a rank that has hung up already fails at once and closes nothing, so that all ranks are tried.
-    """
-    if group is None:
-        return
-    never = torch.empty(1, dtype=torch.uint8)
-    interfaces = os.environ.get(_INTERFACES, "").count(",") + 1
-    for tag in range(_NOTHING, _NOTHING + interfaces):
-        for peer in (peer for peer in range(world) if peer != rank):
-            with contextlib.suppress(RuntimeError):  # that it is overdue, or that nobody is there
-                group.recv([never], peer, tag).wait(_AT_ONCE)

@@ -29,7 +29,7 @@ AUTO, HOSTS = "auto", "hosts"
 GROUPS = {"join": 1_000_000_000, "apart": 0}
 """How many selected entries the buckets of a group have: all, or those of one bucket."""
 VARIANTS = (*VALUE_CODES, AUTO, *GROUPS, HOSTS)
-AUTO_DENSE = 12
+AUTO_DENSE = 14
 """Dense steps that `auto` has for its comparison; DDP arranges its buckets anew after the first, and then the ways
 of small sums are tried."""
 _WARMUP = 3
