@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 from importlib.util import find_spec
@@ -30,8 +31,17 @@ settings.load_profile("oktopk")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_kernels() -> None:
-    """Call every kernel on tiny input, so that no test pays for the compiler out of its own timeout."""
+def _compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Call every kernel on tiny input, so that no test pays for the compiler out of its own timeout.
+
+    One worker after the other: those who come later find what the first one has compiled.
+    """
+    with open(tmp_path_factory.getbasetemp().parent / "kernels.lock", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        _compile_kernels()
+
+
+def _compile_kernels() -> None:
     torch.set_num_threads(1)
     x = torch.ones(33)
     kernels = backend(x)
