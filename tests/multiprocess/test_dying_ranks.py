@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk import Aborted, CommError, CommTimeout
+from oktopk import Aborted, CommError, CommTimeout, posted
 from oktopk.comm import group
 from oktopk.steps import StepReducer
 
@@ -31,6 +31,7 @@ LONG = 80.0
 WARMUP, LAST_STEP = 2, 5
 """The disaster happens in a sparse step, or in a dense one if the warm-up is longer."""
 DENSE_DDP, LARGE_DDP = "ddp in a dense step", "ddp in a dense step of large buckets"
+SMALL_DDP = "ddp in a dense step of a small model"
 OPTIONS: dict[str, Any] = {"density": 0.05, "warmup_steps": WARMUP, "auto": False}
 
 Step = Callable[[], None]
@@ -52,11 +53,18 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(16, 64)).square().mean().backward()
 
 
-def with_ddp(timeout: float, warmup: int = WARMUP) -> Step:
+def with_ddp(timeout: float, warmup: int = WARMUP, bucket_mb: float = 0.1, auto: bool = False) -> Step:
     own = dist.new_group(timeout=timedelta(seconds=timeout))
-    model = DistributedDataParallel(make_model(), process_group=own, bucket_cap_mb=0.1)
-    oktopk.OkTopkState(own, timeout=timeout, **OPTIONS | {"warmup_steps": warmup}).register(model)
+    model = DistributedDataParallel(make_model(), process_group=own, bucket_cap_mb=bucket_mb)
+    options = OPTIONS | {"warmup_steps": warmup, "auto": auto}
+    oktopk.OkTopkState(own, timeout=timeout, **options).register(model)
     return lambda: backward(model)
+
+
+def with_small_sums(timeout: float) -> Step:
+    """One bucket, whose sum is made in two rounds when the disaster comes."""
+    posted.SMALL_BYTES = 1 << 20
+    return with_ddp(timeout, 10**9, 25.0, auto=True)
 
 
 def with_large_sums(timeout: float) -> Step:
@@ -96,6 +104,7 @@ FRONT_ENDS: dict[str, Callable[[float], Step]] = {
 DENSE: dict[str, Callable[[float], Step]] = {
     DENSE_DDP: lambda timeout: with_ddp(timeout, 10**9),
     LARGE_DDP: with_large_sums,
+    SMALL_DDP: with_small_sums,
 }
 ALL = FRONT_ENDS | DENSE
 
@@ -123,10 +132,10 @@ def in_the_worker(disaster: Step) -> None:
     """Let it happen in this process when the first bucket of the step is exchanged, and others are not."""
     begun = Counter[int]()
 
-    def or_not(reduce: Callable[..., None]) -> Callable[..., None]:
+    def or_not(reduce: Callable[..., None], step: int = LAST_STEP, bucket: int = 2) -> Callable[..., None]:
         def reduce_or_not(self: StepReducer, *args: Any) -> None:
             begun[self.step] += 1
-            if self.step == LAST_STEP and begun[self.step] == 2:
+            if self.step == step and begun[self.step] == bucket:
                 disaster()
             reduce(self, *args)
 
@@ -134,6 +143,7 @@ def in_the_worker(disaster: Step) -> None:
 
     StepReducer.reduce = or_not(StepReducer.reduce)  # type: ignore[method-assign]
     StepReducer.post = or_not(StepReducer.post)  # type: ignore[method-assign]
+    StepReducer.sum_alone = or_not(StepReducer.sum_alone, LAST_STEP + 1, 1)  # type: ignore[method-assign]
 
 
 def train(connect: Callable[..., Any], front_end: str, timeout: float, disaster: str, happened: Path) -> None:
