@@ -31,7 +31,7 @@ class Calendar:
 
     def window(self, done: int) -> tuple[int, int]:
         """(steps into the trial that is under way or comes next, its length); negative before it."""
-        return _window(self.missing, done)
+        return _window(self.missing, done, FIRST_RETEST)
 
     def decides(self, done: int) -> bool:
         """Whether the step is the last one of a trial."""
@@ -40,10 +40,9 @@ class Calendar:
 
 
 @lru_cache(maxsize=8)  # every bucket of a step asks for the same one
-def _window(first: int, done: int) -> tuple[int, int]:
+def _window(first: int, done: int, start: int) -> tuple[int, int]:
     if done < first + TRIAL:
         return done - first, TRIAL
-    start = FIRST_RETEST
     while done >= start + RETRIAL:
         start *= 2
     return done - start, RETRIAL

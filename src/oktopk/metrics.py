@@ -84,7 +84,7 @@ class Volume(Additive):
 @dataclass(frozen=True)
 class Wire(Additive):
     """Bytes and messages of one rank, headers and control included. `modelled` of the bytes belong to library
-    collectives, whose inside cannot be seen: they are what the algorithm must send, for sums a ring's."""
+    collectives, whose inside cannot be seen: they are what the algorithm must send, a ring for its sums."""
 
     sent_bytes: int = 0
     received_bytes: int = 0

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .accumulator import Accumulator
+from .errors import CommError
 from .kernels import backend
 from .lane import Lane, Settled, dense_settled, not_finite
 from .lanes import Inspect, LaneReducer
@@ -59,6 +60,12 @@ class Posted(NamedTuple):
     def finite(self) -> bool:
         """The same on all ranks."""
         return all_finite(self.mean) if self.found is None else math.isfinite(self.mean[0])
+
+    def give_up(self) -> None:
+        """Without waiting for it."""
+        with self.aside:
+            if self.acc.residual is not None:  # else the library may still be at work on the gradient itself
+                self.acc.roll_back()
 
 
 class Summed(NamedTuple):
@@ -111,8 +118,7 @@ class PostedSums:
         try:
             wait = self._poster.post_sum(one.mean, _OPERATION)
         except BaseException:
-            with one.aside:
-                one.acc.roll_back()
+            one.give_up()
             raise
         self.under_way.append(one._replace(wait=wait, posted=time.perf_counter()))
 
@@ -123,7 +129,7 @@ class PostedSums:
         """
         one = self._ready(lane, grad, scale)
         self.under_way.append(one)
-        one = self.under_way[0] = one._replace(moved=self._sum(one.mean))
+        one = self.under_way[0] = one._replace(moved=self._sum(one.mean), wait=_there)
         if one.acc.residual is not None or scale is not None or not one.finite():
             return None
         self.under_way.clear()
@@ -145,7 +151,7 @@ class PostedSums:
             raise
         moved = ring_moves(mean.nbytes, world)
         return Posted(
-            lane, grad, scale, acc, mean, found, idle, aside, _there, moved, begun, time.perf_counter()
+            lane, grad, scale, acc, mean, found, idle, aside, _not_there, moved, begun, time.perf_counter()
         )  # fmt: skip
 
     def _sum(self, mean: Tensor) -> Moved:
@@ -183,14 +189,15 @@ class PostedSums:
     def cancel(self) -> None:
         """Without waiting: the others will not answer any more."""
         while self.under_way:
-            one = self.under_way.popleft()
-            with one.aside:
-                if one.acc.residual is not None:  # else the library may still be at work on the gradient itself
-                    one.acc.roll_back()
+            self.under_way.popleft().give_up()
 
 
 def _there() -> None:
     """Waits for a sum that is there already."""
+
+
+def _not_there() -> None:
+    raise CommError(f"{_OPERATION}: this sum was not made")
 
 
 def _divide(mean: Tensor, world: int, lane: Lane) -> list[str] | None:

@@ -24,7 +24,7 @@ class Traffic:
     """What one kind of operation moved. Sizes are counted by powers of two: sizes[b] messages of [2^b, 2^(b+1)).
 
     `modelled` marks a library collective, whose inside cannot be seen: its bytes and messages are those that the
-    algorithm must have, for sums the ring, not counts.
+    algorithm must have, a ring for the library's own sums, not counts.
     """
 
     sent_bytes: int = 0

@@ -168,6 +168,26 @@ def test_a_number_that_is_not_finite_on_one_rank_loses_the_step_on_all(
         assert residuals == {}
 
 
+def held_together(connect: Callable[..., Any], options: dict[str, Any]) -> tuple[Parameters, int]:
+    """Eight dense steps of a model whose only bucket is reduced when all of it is there."""
+    net, counted = DDP(mlp(), bucket_cap_mb=25.0), Counted(SMALL)
+    optimizer = sgd(net)
+    with hook_up(net, optimizer, warmup_steps=20, auto=True, **options):
+        train(net, optimizer, range(8))
+    return parameters_of(net), counted.swaps
+
+
+@pytest.mark.parametrize("options", [{"buckets": "model"}, {"norm_clip": 1e9}], ids=str)
+def test_planned_buckets_and_clipped_gradients_are_small_sums_too(options: dict[str, Any]) -> None:
+    """And give what they give without: the norm is far below the one to clip at."""
+    plain = worlds.run("gloo", 3, held_together, {})[0][0]
+    ranks = worlds.run("gloo", 3, held_together, options)
+    for parameters, swaps in ranks:
+        assert swaps > 0
+        assert same_bits(parameters, ranks[0][0])
+        torch.testing.assert_close(parameters, plain)
+
+
 class Clock:
     """Lets the ways of all buckets take as long as the test says."""
 
@@ -221,7 +241,7 @@ def test_what_was_held_back_goes_out_when_all_turn_dense(case: str, cap: float, 
         assert phases == ["dense"] * 4 + ["sparse"] * TRIAL + ["dense"] * 3
         assert same_bits(parameters, ranks[0][1])
         assert held == set() or case != "all used"
-        # Two rounds, one, and twice the way that was the fastest; before that the ring.
-        assert swaps in (3, 5, 7) or (case, cap, large) not in ONE
+        # Two rounds and one are tried, after the ring; the clock chooses how the sums go that follow.
+        assert swaps >= 3 or (case, cap, large) not in ONE
     if case != "bfloat16":
         assert_conserved([mass for mass, *_ in ranks])

@@ -299,26 +299,52 @@ def test_who_asks_is_told_what_sinks_are_told_at_once(scale: float | None) -> No
         assert eager[0] == 2
 
 
-def test_a_sum_of_one_bucket_that_fails_leaves_memory_alone_that_the_library_may_be_at_work_on() -> None:
+class Broken(Poster):
+    """Begins what nobody ends."""
+
+    def post_sum(self, x: Tensor, operation: Operation) -> Callable[[], None]:
+        return self.fail
+
+    def post_swap(self, received: Tensor, sent: Tensor, operation: Operation) -> Callable[[], None]:
+        return self.fail
+
+    def fail(self) -> None:
+        raise oktopk.CommError("nobody there")
+
+
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_lone_sum_that_fails_leaves_memory_that_the_library_may_be_at_work_on(held: bool, auto: bool) -> None:
+    """Residuals are what they were. Of the ways of small sums the second fails, which has memory of its own."""
+
     def job(comm: oktopk.Communicator) -> None:
-        for held in (False, True):
-            steps, grad = steps_on(comm, ONE), own(comm.rank, ONE)
-            steps._sums._poster = Broken(comm)
-            if held:
-                steps.reducer.residuals.flat(ONE).fill_(1.0)
-            with pytest.raises(oktopk.CommError, match="nobody there"):
-                steps.sum_alone(ONE, grad, None, 0.0)
-            steps.give_up()
-            assert bool(grad.any()) == (not held)
-            if held:
-                assert torch.equal(steps.reducer.residuals.flat(ONE), torch.ones(5))
+        steps, grad = steps_on(comm, ONE, auto=auto), own(comm.rank, ONE)
+        if auto:
+            steps.sum_alone(ONE, grad.clone(), None, 0.0)
+            assert steps._sums._small is not None
+            steps._sums._small._poster = Broken(comm)
+        steps._sums._poster = Broken(comm)
+        if held:
+            steps.reducer.residuals.flat(ONE).fill_(1.0)
+        with pytest.raises(oktopk.CommError, match="nobody there"):
+            steps.sum_alone(ONE, grad, None, 0.0)
+        with pytest.raises(oktopk.CommError, match="was not made"):
+            steps.end_sums()
+        steps.give_up()
+        assert bool(grad.any()) == (not held)
+        if held:
+            assert torch.equal(steps.reducer.residuals.flat(ONE), torch.ones(5))
 
-    class Broken(Poster):
-        def post_sum(self, x: Tensor, operation: Operation) -> Callable[[], None]:
-            def fail() -> None:
-                raise oktopk.CommError("nobody there")
+    stepping.on_ranks(3, job)
 
-            return fail
+
+def test_a_bucket_without_entries_is_a_step() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        empty = Bucket(("nothing",), (0,))
+        steps = steps_on(comm, empty, auto=True, warmup=100)
+        for _ in range(4):
+            steps.sum_alone(empty, torch.empty(0), None, 0.0)
+        assert (steps.step, steps.skipped_steps) == (5, 0)
 
     stepping.on_ranks(3, job)
 
