@@ -129,7 +129,7 @@ class PostedSums:
         """
         one = self._ready(lane, grad, scale)
         self.under_way.append(one)
-        one = self.under_way[0] = one._replace(moved=self._sum(one.mean), wait=_there)
+        one = self.under_way[0] = one._replace(moved=self._sum(one), wait=_there)
         if one.acc.residual is not None or scale is not None or not one.finite():
             return None
         self.under_way.clear()
@@ -154,12 +154,12 @@ class PostedSums:
             lane, grad, scale, acc, mean, found, idle, aside, _not_there, moved, begun, time.perf_counter()
         )  # fmt: skip
 
-    def _sum(self, mean: Tensor) -> Moved:
+    def _sum(self, one: Posted) -> Moved:
         assert self._poster is not None
-        if self._small is not None and 0 < mean.nbytes <= SMALL_BYTES:
-            return self._small.sum_(mean)
-        self._poster.post_sum(mean, _OPERATION)()
-        return ring_moves(mean.nbytes, self._reducer.meter.world)
+        if self._small is not None and 0 < one.mean.nbytes <= SMALL_BYTES:
+            return self._small.sum_(one.mean)
+        self._poster.post_sum(one.mean, _OPERATION)()
+        return one.moved
 
     def end(self, one: Posted, step: int, inspect: Inspect | None) -> tuple[Settled, ReductionEvent]:
         """Wait for a sum. Without `inspect` it does not count: the step is lost already."""

@@ -95,7 +95,7 @@ class SmallSums:
         part = x.new_empty(-(-size // self._comm.world))
         sent = x.new_zeros(part.numel() * self._comm.world)
         sent[:size] = x
-        _added(self._swapped(sent), part)
+        _add_up(self._swapped(sent), part)
         x.copy_(self._swapped(part.repeat(self._comm.world)).flatten()[:size])
         return 2 * part.nbytes * others, 2 * others
 
@@ -103,7 +103,7 @@ class SmallSums:
         others = self._comm.world - 1
         if x.nbytes * others > _ONE_ROUND_BYTES:
             return self._two_rounds(x)
-        _added(self._swapped(x.repeat(self._comm.world)), x)
+        _add_up(self._swapped(x.repeat(self._comm.world)), x)
         return x.nbytes * others, others
 
     def _swapped(self, sent: Tensor) -> Tensor:
@@ -113,9 +113,8 @@ class SmallSums:
         return received.view(self._comm.world, -1)
 
 
-def _added(parts: Tensor, out: Tensor) -> Tensor:
+def _add_up(parts: Tensor, out: Tensor) -> None:
     """One after the other, so that all processors do the same."""
     out.copy_(parts[0])
     for part in parts[1:]:
         out.add_(part)
-    return out

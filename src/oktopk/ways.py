@@ -61,10 +61,9 @@ class Ways:
 
     def time_dense(self, lane: Lane, reduced: float, whole: float, step: int) -> None:
         """The same of a step that was nothing but the dense sum of one bucket, which took `reduced` seconds."""
-        if self._settings.auto:
-            lane.choice.note(True, reduced)
-            if not lane.never_sparse:
-                self._note(True, whole, step)
+        lane.choice.note(True, reduced)
+        if self._settings.auto and not lane.never_sparse:
+            self._note(True, whole, step)
 
     def _note(self, dense: bool, seconds: float, step: int) -> None:
         if self._calendar.window(self._done(step))[0] == 0:

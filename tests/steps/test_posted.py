@@ -215,6 +215,7 @@ def test_a_step_of_one_sum_is_what_beginning_and_finishing_it_gives(world: int) 
         assert (steps.last.step, steps.last.skipped, steps.last.volume.count) == (1, False, ONE.size)
         assert steps.last.wire.modelled_bytes == 2 * 4 * ONE.size * (world - 1) // world
         assert steps.step == 2
+        assert len(steps.lanes[ONE].choice.times[True]) == 2
 
     stepping.on_ranks(world, job)
 
