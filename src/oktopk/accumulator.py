@@ -82,7 +82,7 @@ class Accumulator:
         """Take from the residual what has left this rank."""
         if self.residual is not None:
             for part in leaving:
-                self.kernels.scatter_add_pieces_([self.residual], part.indices, -part.values)
+                self.kernels.scatter_add_pieces_([self.residual], part.indices, part.values, -1.0)
 
     def finish(self, parts: Iterable[SparseVector], world: int) -> int:
         """Put the sum of the parts over the number of ranks into `work`; returns the number of non-zeros."""
@@ -90,8 +90,13 @@ class Accumulator:
 
     def _finish(self, works: Sequence[Tensor], parts: Iterable[SparseVector], world: int) -> int:
         first, *rest = list(parts) or [SparseVector.empty(self.size, self.device)]
-        found = self.kernels.assign_pieces_(works, first.indices, first.values / world)
-        return found + sum(self.kernels.scatter_add_pieces_(works, p.indices, p.values / world) for p in rest)
+        exact = world & (world - 1) == 0  # then a product is the same number as the quotient, and costs less
+
+        def share(part: SparseVector) -> tuple[Tensor, Tensor, float]:
+            return (part.indices, part.values, 1 / world) if exact else (part.indices, part.values / world, 1.0)
+
+        found = self.kernels.assign_pieces_(works, *share(first))
+        return found + sum(self.kernels.scatter_add_pieces_(works, *share(part)) for part in rest)
 
     def finish_dense(self, mean: Tensor) -> None:
         """Everything went out: the result is `mean` and nothing is left behind."""

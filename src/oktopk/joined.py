@@ -102,7 +102,7 @@ class Joined(Accumulator):
         residuals = [member.residual for member in self.members if member.residual is not None]
         if residuals:
             for part in leaving:
-                self.kernels.scatter_add_pieces_(residuals, part.indices, -part.values)
+                self.kernels.scatter_add_pieces_(residuals, part.indices, part.values, -1.0)
 
     def finish(self, parts: Iterable[SparseVector], world: int) -> int:
         return self._finish(self._works, parts, world)

@@ -290,10 +290,10 @@ class LaneReducer:
 
 def idle_places(bucket: Bucket, grad: Tensor) -> list[slice]:
     """Where the parameters lie whose gradient is all zeros. Few start with a zero, so few are looked at whole."""
-    zeros = grad.index_select(0, bucket.starts.to(grad.device)) == 0
-    if not zeros.any():
+    first = grad.index_select(0, bucket.starts.to(grad.device))
+    if first.all():
         return []
-    suspects = [bucket.filled[index] for index in zeros.nonzero().flatten().tolist()]
+    suspects = [bucket.filled[index] for index in (first == 0).nonzero().flatten().tolist()]
     return [place for place in suspects if not bool(grad[place].any())]
 
 

@@ -73,17 +73,17 @@ def test_a_number_that_is_not_finite_is_seen_in_any_piece(kernels: Backend, size
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", [1, 7])
-@pytest.mark.parametrize("at", [0, 1, 31])
+@pytest.mark.parametrize(("at", "factor"), [(0, 1.0), (1, -1.0), (31, 0.25)])
 def test_entries_go_to_their_pieces(
-    kernels: Backend, sizes: list[int], dtype: torch.dtype, step: int, at: int
+    kernels: Backend, sizes: list[int], dtype: torch.dtype, step: int, at: int, factor: float
 ) -> None:
     whole = heavy(sum(sizes), 3)
     indices = torch.arange(0, sum(sizes), step, dtype=dtype)
     values = heavy(indices.numel(), 4)
     for one, several in ("scatter_add_", "scatter_add_pieces_"), ("assign_", "assign_pieces_"):
         expected, pieces = whole.clone(), pieces_of(whole, sizes, at)
-        count = getattr(kernels, one)(expected, indices, values)
-        assert getattr(kernels, several)(pieces, indices, values) == count
+        count = getattr(kernels, one)(expected, indices, factor * values)
+        assert getattr(kernels, several)(pieces, indices, values, factor) == count
         assert torch.equal(torch.cat(pieces), expected)
         assert_neighbours_are_untouched(pieces, at)
 

@@ -45,9 +45,11 @@ def select_in_turn(
     return join_picked(found, edges_of(residuals), capacity)
 
 
-def put_in_turn(kernel: Apply, pieces: Sequence[Tensor], indices: Tensor, values: Tensor) -> int:
-    """scatter_add_ or assign_ over all pieces; returns the sum of what it returns."""
-    return sum(kernel(piece, local, part) for piece, local, part in cut(pieces, indices, values))
+def put_in_turn(
+    kernel: Apply, pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0
+) -> int:
+    """scatter_add_ or assign_ of factor * values over all pieces; returns the sum of what it returns."""
+    return sum(kernel(piece, local, part) for piece, local, part in cut(pieces, indices, factor * values))
 
 
 def cut(pieces: Sequence[Tensor], indices: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

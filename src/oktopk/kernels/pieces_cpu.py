@@ -8,23 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from .pieces import edges_of, select_in_turn
 from .selection_cpu import accumulate_select, compiled, higher, select_one
 from .sparse_cpu import add_one, assign_one
 from .types import Picked, float32, index_dtype
-
-
-@intrinsic
-def _floats_at(typing_context: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), codegen
+from .vector import pointer
 
 
 def _addresses(pieces: Sequence[Tensor], edges: Sequence[int]) -> Any:
@@ -44,7 +35,7 @@ def _select(residuals, grads, edges, threshold, higher, indices, values):
     count, above, finite = 0, 0, True
     for piece in range(residuals.size):
         size = edges[piece + 1] - edges[piece]
-        x, grad = carray(_floats_at(residuals[piece]), size), carray(_floats_at(grads[piece]), size)
+        x, grad = carray(pointer(residuals[piece], values), size), carray(pointer(grads[piece], values), size)
         stored = min(count, indices.size)
         found = select_one(
             x, grad, grad, threshold, higher, edges[piece], indices[stored:], values[stored:]
@@ -76,31 +67,32 @@ def accumulate_select_pieces(
 
 
 @compiled
-def _put(pieces, edges, indices, values, clear):
+def _put(pieces, edges, indices, values, factor, clear):
     """Add what falls into each piece, or clear it and then assign."""
     found, start = 0, 0
     for piece in range(pieces.size):
-        out = carray(_floats_at(pieces[piece]), edges[piece + 1] - edges[piece])
+        out = carray(pointer(pieces[piece], values), edges[piece + 1] - edges[piece])
         stop = np.searchsorted(indices, edges[piece + 1])
         local, part = indices[start:stop], values[start:stop]
         if clear:
-            found += assign_one(out, pieces[piece], local, part, edges[piece])
+            found += assign_one(out, pieces[piece], local, part, edges[piece], factor)
         else:
-            found += add_one(out, local, part, edges[piece])
+            found += add_one(out, local, part, edges[piece], factor)
         start = stop
     return found
 
 
-def _put_all(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, clear: bool) -> int:
+def _put_all(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float, clear: bool) -> int:
     edges = edges_of(pieces)
     if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < edges[-1]:
         raise ValueError(f"indices from {int(indices[0])} to {int(indices[-1])} for {edges[-1]} entries")
-    return int(_put(_addresses(pieces, edges), np.array(edges), indices.numpy(), values.numpy(), clear))
+    starts, by = np.array(edges), np.float32(factor)
+    return int(_put(_addresses(pieces, edges), starts, indices.numpy(), values.numpy(), by, clear))
 
 
-def scatter_add_pieces_(pieces: Sequence[Tensor], indices: Tensor, values: Tensor) -> int:
-    return _put_all(pieces, indices, values, False)
+def scatter_add_pieces_(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0) -> int:
+    return _put_all(pieces, indices, values, factor, False)
 
 
-def assign_pieces_(pieces: Sequence[Tensor], indices: Tensor, values: Tensor) -> int:
-    return _put_all(pieces, indices, values, True)
+def assign_pieces_(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0) -> int:
+    return _put_all(pieces, indices, values, factor, True)

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from .selection_cpu import compiled
 from .types import float32
-from .vector import WIDTH, prefetch, stream_block, trailing_zeros
+from .vector import WIDTH, pointer, prefetch, stream_block, trailing_zeros
 
+_ONE = np.float32(1)
 _AHEAD = 24
 """How many entries ahead memory is asked for: they lie far apart, and no processor guesses where."""
 
@@ -34,21 +36,21 @@ def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[
 
 
 @compiled
-def add_one(out, indices, values, base):
-    """Indices count from `base`, where `out` begins. Returns by how much the number of non-zeros grew."""
+def add_one(out, indices, values, base, factor):
+    """out += factor * values. Indices count from `base`, where `out` begins. Returns how the non-zeros grew."""
     grown = 0
     for j in range(indices.size):
         prefetch(out, np.int64(indices[min(j + _AHEAD, indices.size - 1)]) - base)
         i = np.uint64(indices[j] - base)
         before = out[i]
-        after = before + values[j]
+        after = before + factor * values[j]
         out[i] = after
         grown += (after != 0) - (before != 0)
     return grown
 
 
 def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
-    return int(add_one(out.numpy(), indices.numpy(), values.numpy(), 0))
+    return int(add_one(out.numpy(), indices.numpy(), values.numpy(), 0, _ONE))
 
 
 _SHEET = 1 << 12
@@ -56,45 +58,46 @@ _SHEET = 1 << 12
 
 
 @compiled
-def assign_one(out, address, indices, values, base):
-    """A result goes past the caches, in aligned blocks, and no line is read: the optimizer comes much later.
+def assign_one(out, address, indices, values, base, factor):
+    """factor * values go past the caches, in aligned blocks, and no line is read: the optimizer comes much later.
 
     It is put together sheet by sheet; what a sheet had is cleared again for the next one.
     """
     first = min(out.size, -address % (4 * WIDTH) // 4)
     whole = first + (out.size - first) // WIDTH * WIDTH
     sheet = np.zeros(_SHEET, np.float32)
-    j = _assign_plain(out, 0, first, indices, values, base, 0)
+    j, found = _assign_plain(out, 0, first, indices, values, base, factor, 0)
     for start in range(first, whole, _SHEET):
         stop = min(start + _SHEET, whole)
         begin, origin = j, base + start
         while j < indices.size and indices[j] < base + stop:
-            sheet[np.uint64(indices[j] - origin)] = values[j]  # unsigned: a place never counts from the end
+            value = factor * values[j]
+            sheet[np.uint64(indices[j] - origin)] = value  # unsigned: a place never counts from the end
+            found += value != 0
             j += 1
         for i in range(0, stop - start, WIDTH):
             stream_block(out, start + i, sheet, i)
         for i in range(begin, j):
             sheet[np.uint64(indices[i] - origin)] = 0
-    _assign_plain(out, whole, out.size, indices, values, base, j)
-    found = 0
-    for i in range(values.size):
-        found += values[i] != 0
-    return found
+    return found + _assign_plain(out, whole, out.size, indices, values, base, factor, j)[1]
 
 
 @compiled
-def _assign_plain(out, start, stop, indices, values, base, j):
-    """The same from start to stop without blocks; returns the first entry that lies beyond."""
+def _assign_plain(out, start, stop, indices, values, base, factor, j):
+    """The same from start to stop without blocks; returns the first entry beyond, and how many are not zero."""
+    found = 0
     for i in range(start, stop):
         out[i] = 0
     while j < indices.size and indices[j] < base + stop:
-        out[np.uint64(indices[j] - base)] = values[j]
+        value = factor * values[j]
+        out[np.uint64(indices[j] - base)] = value
+        found += value != 0
         j += 1
-    return j
+    return j, found
 
 
 def assign_(out: Tensor, indices: Tensor, values: Tensor) -> int:
-    return int(assign_one(out.numpy(), out.data_ptr(), indices.numpy(), values.numpy(), 0))
+    return int(assign_one(out.numpy(), out.data_ptr(), indices.numpy(), values.numpy(), 0, _ONE))
 
 
 _TILE = 1 << 14
@@ -102,16 +105,18 @@ _TILE = 1 << 14
 
 
 @compiled
-def _union_sum(indices, values, edges, base, span, sums, touched, out_indices, out_values):
-    """Parts lie end to end between the edges. Tile by tile: add all parts, write out what was touched, clear."""
-    at = edges[:-1].copy()
+def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices, out_values):
+    """Parts lie at these addresses. Tile by tile: add all parts, write out what was touched, clear."""
+    at = np.zeros_like(sizes)
     count = 0
     for start in range(0, span, _TILE):
         stop = base + min(start + _TILE, span)
         origin = base + start
         for part in range(at.size):
-            j, last = at[part], edges[part + 1]
-            while j < last and indices[j] < stop:
+            j, size = at[part], sizes[part]
+            indices = carray(pointer(index_at[part], out_indices), size)
+            values = carray(pointer(value_at[part], out_values), size)
+            while j < size and indices[j] < stop:
                 i = np.uint64(indices[j] - origin)  # unsigned: a place never counts from the end
                 sums[i] += values[j]
                 touched[i >> np.uint64(6)] |= np.uint64(1) << (i & np.uint64(63))
@@ -131,14 +136,17 @@ def _union_sum(indices, values, edges, base, span, sums, touched, out_indices, o
 
 
 def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:
-    every = list(parts)
-    indices, values = every[0] if len(every) == 1 else tuple(map(torch.cat, zip(*every, strict=True)))
-    edges = np.cumsum([0, *(part.numel() for part, _ in every)])
-    room = min(int(edges[-1]), span)
-    out_indices, out_values = torch.empty(room, dtype=indices.dtype), torch.empty(room)
+    every = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
+    dtype, sizes = every[0][0].dtype, np.array([indices.numel() for indices, _ in every])
+    for indices, values in every:  # compiled code believes their addresses
+        if indices.dtype != dtype or values.dtype != torch.float32 or indices.numel() != values.numel():
+            raise ValueError(f"parts of {dtype} and float32 cannot be summed with {indices.dtype}, {values.dtype}")
+    room = min(int(sizes.sum()), span)
+    out_indices, out_values = torch.empty(room, dtype=dtype), torch.empty(room)
     sums, touched = np.zeros(_TILE, np.float32), np.zeros(_TILE // 64, np.uint64)
+    index_at, value_at = (np.array([part[kind].data_ptr() for part in every]) for kind in (0, 1))
     count = _union_sum(
-        indices.numpy(), values.numpy(), edges, base, span, sums, touched, out_indices.numpy(), out_values.numpy()
+        index_at, value_at, sizes, base, span, sums, touched, out_indices.numpy(), out_values.numpy()
     )
     return out_indices[:count], out_values[:count]
 

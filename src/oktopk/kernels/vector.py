@@ -94,6 +94,16 @@ def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
 
 
 @intrinsic
+def pointer(typing_context: Any, address: Any, like: Any) -> Any:
+    """To numbers of the type that the array `like` has: compiled code believes the address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_data_type(like.dtype).as_pointer())
+
+    return types.CPointer(like.dtype)(types.int64, like), codegen
+
+
+@intrinsic
 def trailing_zeros(typing_context: Any, bits: Any) -> Any:
     """Position of the lowest set bit of a non-zero integer."""
 
