@@ -71,12 +71,12 @@ def interrupted(operation: Operation) -> str:
     return f"{operation}: the communicator has been closed in the middle of it"
 
 
-def pack(payload: Tensor) -> Tensor:
-    """Any 1-D tensor as a message."""
-    body = payload.contiguous().view(torch.uint8).numpy()
-    message = np.empty(_LENGTH.size + body.size, np.uint8)
+def pack(*payloads: Tensor) -> Tensor:
+    """Any 1-D tensors, end to end, as one message."""
+    bodies = [payload.contiguous().view(torch.uint8).numpy() for payload in payloads]
+    message = np.empty(_LENGTH.size + sum(body.size for body in bodies), np.uint8)
     _LENGTH.pack_into(message.data, 0, message.size)
-    message[_LENGTH.size :] = body
+    np.concatenate(bodies, out=message[_LENGTH.size :])
     return torch.from_numpy(message)
 
 
@@ -101,7 +101,7 @@ def trim(buffer: Tensor, peer: int, operation: Operation) -> Tensor:
 
 
 def _lay_end_to_end(messages: Sequence[Tensor]) -> Tensor:
-    return messages[0] if len(messages) == 1 else pack(torch.cat(list(messages)))
+    return messages[0] if len(messages) == 1 else pack(*messages)
 
 
 def _take_apart(message: Tensor, count: int, peer: int, operation: Operation) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -23,8 +24,15 @@ from ..errors import Aborted, CommError, CommTimeout, OkTopkError
 from ..traffic import Operation
 from .base import DEFAULT_TIMEOUT, Communicator, interrupted, listed, seconds_until, trim
 from .cutting import AT_ONCE, cut
+from .meeting import connect_all
+from .mesh import Closed, Mesh
 from .notices import Notices
 from .unhurried import unhurried
+
+_log = logging.getLogger(__name__)
+
+_MEETING = 20.0
+"""Seconds that ranks take at most to connect for messages: they have all met just before."""
 
 _LOOK = timedelta(seconds=1)
 """How often somebody who waits looks for notes of others."""
@@ -46,6 +54,14 @@ ones it counts more that those of the group that was given are awake."""
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made, by their ranks. torch would use the name of a destroyed group again, and
 its ranks then meet the addresses that the old ones left in the store."""
+
+
+def _ours_may_be_used() -> bool:
+    """Not if somebody wants gloo's own connections, or encrypted ones."""
+    wanted = os.environ.get("OKTOPK_MESSAGES", "tcp")
+    if wanted not in ("tcp", "gloo"):
+        raise CommError(f"OKTOPK_MESSAGES must be tcp or gloo, got {wanted!r}")
+    return wanted == "tcp" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() == "TCP"
 
 
 def _life() -> str:
@@ -99,6 +115,8 @@ class GroupCommunicator(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         own: Any = dist.group.WORLD if group is None else group
         self._devices = self._messages = own
+        self._mesh: Mesh | None = None
+        """Connections for messages, if they do not go through gloo."""
         self._sum_options, self._swap_options = dist.AllreduceOptions(), dist.AllToAllOptions()
         self._under_way: weakref.WeakSet[_Work] = weakref.WeakSet()
         self._sums: set[Any] = set()
@@ -122,11 +140,31 @@ class GroupCommunicator(Communicator):
         try:
             with unhurried(_LOOP):
                 group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=self.timeout))
+            self._mesh = self._meet(group, store)
             group.barrier().wait()  # who hung up now would break the connecting of others
         except RuntimeError as error:
             operation = Operation("barrier", "connecting", control=True)
             raise self.explain(error, operation, None, deadline) from error
         return group
+
+    def _meet(self, group: Any, store: Any) -> Mesh | None:
+        """Connections of our own for messages, if all ranks can make them: they cost less than those of gloo."""
+        mesh, problem, wanted = None, None, self.world > 1 and _ours_may_be_used()
+        try:
+            if wanted:
+                patience = min(self.timeout, _MEETING)
+                mesh = Mesh(connect_all(store, self.rank, self.world, time.monotonic() + patience))
+        except (OSError, RuntimeError) as error:
+            problem = error
+        have = torch.tensor([0 if mesh is None else 1])
+        group.allreduce([have], self._bounded(self._sum_options)).wait()
+        if int(have) == self.world:
+            return mesh
+        if problem is not None:
+            _log.warning("rank %d: messages go through gloo, which is slower: %s", self.rank, problem)
+        if mesh is not None:
+            mesh.close()
+        return None
 
     @classmethod
     def exclusive(
@@ -159,10 +197,13 @@ class GroupCommunicator(Communicator):
         """
         with self._noting:
             group, self._messages, self._devices = self._messages, None, None
+            mesh, self._mesh = self._mesh, None
             summing = bool(self._sums)
             self._sums.clear()
             for pending in self._under_way:
                 pending.work = None
+        if mesh is not None:
+            mesh.close()
         if summing:
             cut(group, self.rank, self.world)
 
@@ -180,6 +221,8 @@ class GroupCommunicator(Communicator):
         """
         if self._interrupted:
             return CommError(interrupted(operation))
+        if isinstance(error, Closed):
+            return CommError(f"{operation}: the communicator has been closed")
         late = time.monotonic() >= deadline - 0.002
         if peer is None:
             self.close()
@@ -201,9 +244,9 @@ class GroupCommunicator(Communicator):
         return group
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Work:
-        group = self._open(operation)
+        group, mesh = self._open(operation), self._mesh
         try:
-            work = group.send([message], peer, _DATA)
+            work = group.send([message], peer, _DATA) if mesh is None else mesh.send(message, peer)
         except ValueError as error:
             raise CommError(f"{operation}: cannot send to rank {peer}: {error}") from error
         except RuntimeError as error:  # it has hung up already
@@ -211,8 +254,10 @@ class GroupCommunicator(Communicator):
         return _Work(self, work, peer, operation, lambda: message)
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Work:
+        group, mesh = self._open(operation), self._mesh
+        if mesh is not None:
+            return self._receive(mesh, capacity, peer, operation)
         buffer = torch.empty(max(capacity, _ROOM), dtype=torch.uint8)
-        group = self._open(operation)
         try:
             work = group.recv([buffer], peer, _DATA)
         except ValueError as error:
@@ -220,6 +265,16 @@ class GroupCommunicator(Communicator):
         except RuntimeError as error:  # it has hung up already
             raise self.explain(error, operation, peer, math.inf) from error
         return _Work(self, work, peer, operation, lambda: trim(buffer[:capacity], peer, operation))
+
+    def _receive(self, mesh: Mesh, capacity: int, peer: int, operation: Operation) -> _Work:
+        try:
+            receiving = mesh.receive(capacity, peer)
+        except ValueError as error:
+            raise CommError(f"{operation}: cannot receive from rank {peer}: {error}") from error
+        except Closed as error:
+            raise self.explain(error, operation, peer, math.inf) from error
+        whose = f"{operation}: the message from rank {peer}"
+        return _Work(self, receiving, peer, operation, lambda: receiving.message(whose))
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
         operation, deadline = Operation("all_reduce", phase, control), self._deadline()
