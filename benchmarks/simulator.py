@@ -1,4 +1,4 @@
-"""The simulator against the lab: the same reductions over gloo between hosts in network namespaces (needs root).
+"""The simulator against the lab: the same reductions between hosts in network namespaces (needs root).
 
 All hosts share the cores of this machine, so α, β and γ are measured with as many ranks at once as the job has.
 Lab and simulator have the same tensor, density and algorithms; the ratio is simulated over measured time, of steps
@@ -37,7 +37,7 @@ def job(algorithms: list[str], size: int, density: float, steps: int) -> None:
     """What every host runs; rank 0 tells the seconds of each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    comm = GroupCommunicator()
+    comm = GroupCommunicator.exclusive()
     gradients, found = Gradients(size, comm.rank), {}
     with torch.no_grad():
         for name in algorithms:
@@ -56,6 +56,7 @@ def job(algorithms: list[str], size: int, density: float, steps: int) -> None:
     if comm.rank == 0:
         print(json.dumps(found))
     dist.barrier()
+    comm.close()
     dist.destroy_process_group()
 
 

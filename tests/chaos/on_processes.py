@@ -167,7 +167,7 @@ def _start(transport: str, lab: Lab | None, job: Job, fault: Fault, timeout: flo
     args = job, fault, timeout, signs
     if lab is not None:
         return LabRanks(lab, rank_of_case, args)
-    return worlds.start(transport, job.world, rank_of_case, *args)
+    return worlds.start(transport, job.world, rank_of_case, *args, transport == "gloo")
 
 
 def _report(ranks: worlds.Ranks, rank: int, fault: Fault, signs: Path) -> Report:
@@ -208,11 +208,15 @@ FROM_OUTSIDE: dict[str, Callable[[worlds.Ranks, Lab | None, Fault], None]] = {
 
 
 def rank_of_case(
-    connect: Callable[..., oktopk.Communicator], job: Job, fault: Fault, timeout: float, signs: Path
-) -> Report:
-    """All steps, over a communicator that lets the fault happen; the error is in the report."""
+    connect: Callable[..., oktopk.Communicator], job: Job, fault: Fault, timeout: float, signs: Path,
+    companion: bool = False,
+) -> Report:  # fmt: skip
+    """All steps, over a communicator that lets the fault happen; the error is in the report.
+
+    A companion has connections of its own, as front ends have.
+    """
     torch.set_num_threads(1)
-    comm, report = connect(timeout=60.0), Report()
+    comm, report = connect(timeout=60.0, **({"companion": True} if companion else {})), Report()
     oktopk.sparse_allreduce(torch.ones(2000), 0.05, comm=comm)  # compiles the kernels
     comm.timeout = timeout
     (signs / f"ready {comm.rank}").touch()

@@ -35,8 +35,10 @@ def woken(comm: Communicator, name: str) -> Ending | None:
     return found[0] if found else None
 
 
-def all_woken(connect: Callable[..., Communicator], done: Path) -> dict[str, Ending | None]:
-    comms = {name: connect(timeout=60.0) for name in SILENCED}
+def all_woken(
+    connect: Callable[..., Communicator], done: Path, companion: bool | None
+) -> dict[str, Ending | None]:
+    comms = {name: connect(timeout=60.0, companion=companion) for name in SILENCED}
     ends = {name: woken(comm, name) for name, comm in comms.items()}
     all_here(done, comms["recv"])
     return ends
@@ -58,9 +60,11 @@ def test_a_waiting_thread_is_woken_on_threads(name: str) -> None:
     assert_woken(name, run_threads(1 + WAITERS, lambda comm: woken(comm, name)))
 
 
-@pytest.fixture(scope="module")
-def on_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ending | None]]:
-    return worlds.run("gloo", 1 + WAITERS, all_woken, tmp_path_factory.mktemp("done"))
+@pytest.fixture(scope="module", params=[None, True], ids=["gloo", "companion"])
+def on_processes(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[dict[str, Ending | None]]:
+    return worlds.run("gloo", 1 + WAITERS, all_woken, tmp_path_factory.mktemp("done"), request.param)
 
 
 @pytest.mark.parametrize("name", SILENCED)
@@ -68,9 +72,11 @@ def test_a_waiting_thread_is_woken_on_processes(name: str, on_processes: list[di
     assert_woken(name, [ends[name] for ends in on_processes])
 
 
-def woken_after_another_has_left(connect: Callable[..., Communicator], done: Path) -> Ending | None:
+def woken_after_another_has_left(
+    connect: Callable[..., Communicator], done: Path, companion: bool | None
+) -> Ending | None:
     """Rank 1 waits for rank 0 when rank 2, which comes next to it, has hung up."""
-    comm = connect(timeout=60.0)
+    comm = connect(timeout=60.0, companion=companion)
     left, end = done / "left", None
     if comm.rank == 2:
         comm.interrupt()
@@ -82,8 +88,9 @@ def woken_after_another_has_left(connect: Callable[..., Communicator], done: Pat
     return end
 
 
-def test_a_waiting_thread_is_woken_though_another_rank_has_left(tmp_path: Path) -> None:
-    end = worlds.run("gloo", 3, woken_after_another_has_left, tmp_path)[1]
+@pytest.mark.parametrize("companion", [None, True], ids=["gloo", "companion"])
+def test_a_waiting_thread_is_woken_though_another_rank_has_left(tmp_path: Path, companion: bool | None) -> None:
+    end = worlds.run("gloo", 3, woken_after_another_has_left, tmp_path, companion)[1]
     assert end is not None, "it still waits"
     assert "closed in the middle of it" in str(end[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 import worlds
 from torch import Tensor
 
-from oktopk import Communicator, WireError
+from oktopk import CommError, Communicator, WireError
 from oktopk.comm import group, meeting
 from oktopk.comm.base import pack
 from oktopk.comm.meeting import connect_all
@@ -97,13 +99,15 @@ def test_messages_come_whole_and_in_order(world: int) -> None:
 
 def test_all_may_send_more_than_connections_hold_before_they_receive() -> None:
     """Who waits for a send takes in what others send meanwhile: otherwise all would wait for each other."""
-    size = 30_000_000
+    size, posted = 60_000_000, threading.Barrier(3)
 
     def job(rank: int, mesh: Mesh) -> None:
         peers = [peer for peer in range(3) if peer != rank]
         receives = {peer: mesh.receive(size + 8, peer) for peer in peers}
         sends = [mesh.send(message(size, rank), peer) for peer in peers]
-        assert not all(sending.done for sending in sends)
+        posted.wait(60)  # until then nobody takes anything in
+        assert not any(sending.done for sending in sends)
+        posted.wait(60)
         for sending in sends:
             sending.wait(LONG)
         for peer, receiving in receives.items():
@@ -169,9 +173,35 @@ def test_closing_wakes_who_waits_and_ends_all_that_follows() -> None:
         assert found == ["woken"]
         made[0].close()
         with pytest.raises(Closed):
+            receiving.wait(LONG)
+        with pytest.raises(Closed):
             made[0].receive(100, 1)
         with pytest.raises(Closed):
             made[0].send(message(9, 1), 1)
+
+
+def test_who_waits_for_a_mesh_that_is_closed_is_told_so() -> None:
+    """Also if it has not begun to wait by then."""
+    with meshes(2) as made:
+        receiving, sending = made[0].receive(100, 1), made[0].send(message(9, 1), 1)
+        made[0].close()
+        with pytest.raises(Closed):
+            receiving.wait(LONG)
+        sending.wait(LONG)  # is gone already
+
+
+def test_a_forked_process_that_lets_go_leaves_the_connections_to_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with meshes(2) as made:
+        twin = Mesh({peer: link.dup() for peer, link in made[0]._links.items()})
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        twin.close()
+        monkeypatch.undo()
+        receiving = made[0].receive(100, 1)
+        made[1].send(message(9, 1), 0)
+        receiving.wait(LONG)
+        assert torch.equal(receiving.message("it"), message(9, 1))
 
 
 def test_a_message_that_is_too_large_is_an_error_and_the_next_one_arrives() -> None:
@@ -247,11 +277,34 @@ def test_who_does_not_know_the_caller_is_not_talked_to() -> None:
             link.close()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_told() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_told(rank: int) -> None:
+    start = time.monotonic()
     with pytest.raises((TimeoutError, RuntimeError)):
-        connect_all(dist.HashStore(), 0, 2, time.monotonic() + 0.3)
-    with pytest.raises((TimeoutError, RuntimeError)):
-        connect_all(dist.HashStore(), 1, 2, time.monotonic() + 0.3)
+        connect_all(dist.HashStore(), rank, 2, start + 0.3)
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_does_not_call_is_named() -> None:
+    store = dist.HashStore()
+    store.set("address/1", f"{bytes(meeting.SECRET).hex()} 9 127.0.0.1")
+    with pytest.raises(TimeoutError, match="rank 1 did not call in time"):
+        connect_all(store, 0, 2, time.monotonic() + 0.3)
+
+
+def test_a_rank_that_cannot_be_called_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has an address that is not its own; rank 2 would call nobody else."""
+    store, start = dist.HashStore(), time.monotonic()
+    monkeypatch.setattr(meeting, "own_address", lambda store: "203.0.113.1")
+    with pytest.raises(OSError, match="assign requested address"):
+        connect_all(store, 1, 3, start + 60)
+    monkeypatch.undo()
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(connect_all, store, rank, 3, start + 60) for rank in (0, 2)]
+        for call in calls:
+            with pytest.raises(ConnectionError, match="rank 1 cannot be called"):
+                call.result()
+    assert time.monotonic() - start < 30
 
 
 def test_the_interface_that_gloo_was_told_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,30 +315,59 @@ def test_the_interface_that_gloo_was_told_is_taken(monkeypatch: pytest.MonkeyPat
         meeting.own_address(dist.HashStore())
 
 
-def way_of_messages(connect: Callable[..., Communicator], stubborn: int | None, how: str) -> bool:
+def way_of_messages(connect: Callable[..., Communicator], stubborn: int | None, how: str, timeout: float) -> bool:
     """Whether there are connections for messages if one rank wants none, or cannot have any."""
-    comm: Any = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "_MEETING", 3.0)
+        if stubborn is not None:
+            patch.setattr(group, "MEETING", 3.0)
         if dist.get_rank() == stubborn and how == "asked":
             patch.setenv("OKTOPK_MESSAGES", "gloo")
         if dist.get_rank() == stubborn and how == "cannot":
             patch.setattr(meeting, "own_address", lambda store: "203.0.113.1")
-        comm = connect(companion=True, timeout=30.0)
+        if dist.get_rank() == stubborn and how == "breaks":
+            patch.setattr(meeting, "own_address", lambda store: 1 / 0)
+        comm: Any = connect(companion=True, timeout=timeout)
     assert comm.all_gather_ints([comm.rank], "here") == [[rank] for rank in range(comm.world)]
     return comm._mesh is not None
 
 
-@pytest.mark.parametrize(("stubborn", "how"), [(None, ""), (1, "asked"), (2, "cannot")])
-def test_messages_go_through_gloo_on_all_ranks_or_on_none(stubborn: int | None, how: str) -> None:
-    assert worlds.run("gloo", 3, way_of_messages, stubborn, how) == [stubborn is None] * 3
+WAYS = [(None, "", 30.0), (1, "asked", 30.0), (1, "asked", 8.0), (2, "cannot", 30.0), (0, "breaks", 30.0)]
+
+
+@pytest.mark.parametrize(("stubborn", "how", "timeout"), WAYS)
+def test_messages_go_through_gloo_on_all_ranks_or_on_none(stubborn: int | None, how: str, timeout: float) -> None:
+    assert worlds.run("gloo", 3, way_of_messages, stubborn, how, timeout) == [stubborn is None] * 3
+
+
+def late_then_again(connect: Callable[..., Communicator], done: str) -> list[str]:
+    """Rank 0 waits in vain; what comes after that must not be taken for what did not come."""
+    comm, said = connect(companion=True, timeout=1.0), []
+    if comm.rank == 0:
+        for _ in range(2):
+            with pytest.raises(CommError) as caught:
+                comm.recv(100, 1, "late")
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+    else:
+        assert worlds.wait_until(Path(done).exists, 60)
+    return said
+
+
+def test_after_a_timeout_nothing_is_received_any_more(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    with worlds.start("gloo", 2, late_then_again, str(done)) as ranks:
+        assert ranks.running([0], 60) == []
+        done.touch()
+        assert ranks.running([1], 60) == []
+        first, second = ranks.outcome(0).value
+    assert first.startswith("CommTimeout: recv (late): no answer from rank 1 within 1 s")
+    assert second == "CommError: recv (late): the communicator has been closed"
 
 
 def test_a_way_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OKTOPK_MESSAGES", "pigeons")
     with pytest.raises(RuntimeError, match="OKTOPK_MESSAGES must be tcp or gloo, got 'pigeons'"):
-        group._ours_may_be_used()
+        meeting.tcp_allowed()
     monkeypatch.setenv("OKTOPK_MESSAGES", "tcp")
-    assert group._ours_may_be_used()
+    assert meeting.tcp_allowed()
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
-    assert not group._ours_may_be_used()
+    assert not meeting.tcp_allowed()

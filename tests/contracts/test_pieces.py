@@ -88,6 +88,15 @@ def test_entries_go_to_their_pieces(
         assert_neighbours_are_untouched(pieces, at)
 
 
+@pytest.mark.parametrize("wrong", [torch.ones(2, dtype=torch.float64), torch.ones(3)], ids=["type", "number"])
+def test_compiled_code_gets_no_values_that_it_cannot_read(wrong: Tensor) -> None:
+    pieces = [torch.zeros(8), torch.zeros(4)]
+    for kernel in (cpu.assign_pieces_, cpu.scatter_add_pieces_):
+        with pytest.raises(ValueError, match="for 2 indices: need float32"):
+            kernel(pieces, torch.tensor([0, 11], dtype=torch.int32), wrong)
+    assert not torch.cat(pieces).any()
+
+
 @pytest.mark.parametrize("wrong", ["type", "strides", "size", "index below", "index above"])
 def test_compiled_code_gets_no_address_that_it_cannot_use(wrong: str) -> None:
     residuals, grads = [torch.zeros(8), torch.zeros(4)], [torch.ones(8), torch.ones(4)]

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--net", default="10gbit:50us", metavar="RATE:LATENCY[:OVERHEAD]",
         help="of every rank's link (default: 10gbit:50us); the overhead of a message, during which a rank does "
-        "nothing else, is measured through gloo unless it is given, like 10gbit:50us:4us",
+        "nothing else, is measured over TCP unless it is given, like 10gbit:50us:4us",
     )  # fmt: skip
     parser.add_argument(
         "--calibrate", nargs="?", const=_LOOPBACK, metavar="RATE",

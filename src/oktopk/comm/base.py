@@ -27,7 +27,11 @@ from ..traffic import Operation
 from .seal import seal, sealed_bytes, unseal
 
 DEFAULT_TIMEOUT = 300.0
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
+"""How a message begins."""
+ROOM = 1 << 20
+"""Bytes that every receive has room for, whatever its capacity. When a message was lost, the next one comes to its
+receive; then its length gives it away. gloo ends the process if a message is larger than the receive."""
 _WINDOW = 8
 """How many pairs of an all-to-all are in flight at once: enough to keep the link busy while one is summed."""
 
@@ -74,28 +78,28 @@ def interrupted(operation: Operation) -> str:
 def pack(*payloads: Tensor) -> Tensor:
     """Any 1-D tensors, end to end, as one message."""
     bodies = [payload.contiguous().view(torch.uint8).numpy() for payload in payloads]
-    message = np.empty(_LENGTH.size + sum(body.size for body in bodies), np.uint8)
-    _LENGTH.pack_into(message.data, 0, message.size)
-    np.concatenate(bodies, out=message[_LENGTH.size :])
+    message = np.empty(LENGTH.size + sum(body.size for body in bodies), np.uint8)
+    LENGTH.pack_into(message.data, 0, message.size)
+    np.concatenate(bodies, out=message[LENGTH.size :])
     return torch.from_numpy(message)
 
 
 def unpack(message: Tensor, dtype: torch.dtype) -> Tensor:
     """The payload of a packed message."""
-    body = message[_LENGTH.size :]
+    body = message[LENGTH.size :]
     if body.numel() % dtype.itemsize:
         raise WireError(f"a packed message of {body.numel()} bytes does not hold {dtype}")
     return body.clone().view(dtype)
 
 
 def packed_bytes(payload_bytes: int) -> int:
-    return _LENGTH.size + payload_bytes
+    return LENGTH.size + payload_bytes
 
 
 def trim(buffer: Tensor, peer: int, operation: Operation) -> Tensor:
     """The message at the start of a receive buffer."""
-    length = _LENGTH.unpack_from(buffer.numpy().data)[0] if buffer.numel() >= _LENGTH.size else 0
-    if not _LENGTH.size <= length <= buffer.numel():
+    length = LENGTH.unpack_from(buffer.numpy().data)[0] if buffer.numel() >= LENGTH.size else 0
+    if not LENGTH.size <= length <= buffer.numel():
         raise WireError(f"{operation}: the message from rank {peer} says {length} of {buffer.numel()} bytes")
     return buffer[:length]
 
@@ -107,7 +111,7 @@ def _lay_end_to_end(messages: Sequence[Tensor]) -> Tensor:
 def _take_apart(message: Tensor, count: int, peer: int, operation: Operation) -> list[Tensor]:
     if count == 1:
         return [message]
-    rest = message[_LENGTH.size :]
+    rest = message[LENGTH.size :]
     parts = []
     for _ in range(count):
         parts.append(trim(rest, peer, operation))
@@ -118,7 +122,11 @@ def _take_apart(message: Tensor, count: int, peer: int, operation: Operation) ->
 
 
 class Communicator(ABC):
-    """One rank's connection to the others. Every operation is collective, blocking, and bounded by `timeout`."""
+    """One rank's connection to the others. Every operation is collective, blocking, and bounded by `timeout`.
+
+    What was posted may move only while somebody waits for a message: between posting and waiting there must be no
+    other collective, like a sum.
+    """
 
     def __init__(self, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.rank = rank

@@ -14,7 +14,7 @@ AT_ONCE = timedelta(milliseconds=1)
 
 _NOTHING = 1
 """The first of the tags that nobody ever sends."""
-_INTERFACES = "GLOO_SOCKET_IFNAME"
+INTERFACES = "GLOO_SOCKET_IFNAME"
 """Where gloo finds the names of its interfaces. Each has connections of its own, and tags take turns with them."""
 
 
@@ -26,7 +26,7 @@ def cut(group: Any, rank: int, world: int) -> None:
     if group is None:
         return
     never = torch.empty(1, dtype=torch.uint8)
-    interfaces = os.environ.get(_INTERFACES, "").count(",") + 1
+    interfaces = os.environ.get(INTERFACES, "").count(",") + 1
     for tag in range(_NOTHING, _NOTHING + interfaces):
         for peer in (peer for peer in range(world) if peer != rank):
             with contextlib.suppress(RuntimeError):  # that it is overdue, or that nobody is there

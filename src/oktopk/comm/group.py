@@ -22,17 +22,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import Aborted, CommError, CommTimeout, OkTopkError
 from ..traffic import Operation
-from .base import DEFAULT_TIMEOUT, Communicator, interrupted, listed, seconds_until, trim
+from .base import DEFAULT_TIMEOUT, ROOM, Communicator, interrupted, listed, seconds_until, trim
 from .cutting import AT_ONCE, cut
-from .meeting import connect_all
+from .meeting import MEETING, connect_all, tcp_allowed
 from .mesh import Closed, Mesh
 from .notices import Notices
 from .unhurried import unhurried
 
 _log = logging.getLogger(__name__)
-
-_MEETING = 20.0
-"""Seconds that ranks take at most to connect for messages: they have all met just before."""
 
 _LOOK = timedelta(seconds=1)
 """How often somebody who waits looks for notes of others."""
@@ -43,10 +40,6 @@ _DATA = 0
 _LOOP = "gloo_tcp_loop"
 """The thread of a gloo group that serves its connections."""
 
-_ROOM = 1 << 20
-"""Bytes that every receive has room for, whatever its capacity. gloo ends the process if a message is larger than
-its receive, as the next one may be when one was lost; with room for it, its length gives it away."""
-
 _LARGE = 1 << 20
 """Bytes from which on a posted sum goes in connections of our own, whose thread pushes nobody off. For smaller
 ones it counts more that those of the group that was given are awake."""
@@ -54,14 +47,6 @@ ones it counts more that those of the group that was given are awake."""
 _made: Counter[tuple[int, ...]] = Counter()
 """How many groups this process has made, by their ranks. torch would use the name of a destroyed group again, and
 its ranks then meet the addresses that the old ones left in the store."""
-
-
-def _ours_may_be_used() -> bool:
-    """Not if somebody wants gloo's own connections, or encrypted ones."""
-    wanted = os.environ.get("OKTOPK_MESSAGES", "tcp")
-    if wanted not in ("tcp", "gloo"):
-        raise CommError(f"OKTOPK_MESSAGES must be tcp or gloo, got {wanted!r}")
-    return wanted == "tcp" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() == "TCP"
 
 
 def _life() -> str:
@@ -72,7 +57,7 @@ def _life() -> str:
 
 
 class _Work:
-    """A torch Work with its buffer kept alive, and errors that say who and where."""
+    """A torch Work, or a message of ours, with its buffer kept alive, and errors that say who and where."""
 
     def __init__(
         self,
@@ -99,9 +84,10 @@ class _Work:
 class GroupCommunicator(Communicator):
     """A process group. Take exclusive() if another thread communicates too.
 
-    Messages are in host memory and travel by gloo, which lets a receive be larger than the message. A group
-    without gloo (nccl alone) gets a companion for them, made by all its ranks together; its own backend does
-    the dense sums of what is on its devices.
+    Messages are in host memory. In a group that others have made they travel by gloo, which lets a receive be
+    larger than the message. A group without gloo (nccl alone), or one that is to be exclusive, gets a companion,
+    made by all its ranks together: then messages have TCP connections of their own, if all ranks can make them.
+    The group's own backend does the dense sums of what is on its devices.
     """
 
     def __init__(
@@ -125,46 +111,48 @@ class GroupCommunicator(Communicator):
         self._interrupted = False
         ranks = tuple(dist.get_process_group_ranks(own))
         name = str(own.group_name)
+        tcp = tcp_allowed()
         apart = "cpu:gloo" not in dist.get_backend_config(group) if companion is None else companion
         if apart:
             _made[ranks] += 1
             name = f"{_life()}/{'-'.join(map(str, ranks))}/{_made[ranks]}"
         self._notices = Notices(name, self.rank, self.world)
         if apart:
-            self._messages = self._connect(name)
+            self._messages = self._connect(name, tcp)
 
-    def _connect(self, name: str) -> Any:
-        """A group for messages, made by all ranks together."""
+    def _connect(self, name: str, tcp: bool) -> Any:
+        """A group of our own, made by all ranks together, and perhaps connections for messages."""
         deadline = self._deadline()
         store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
         try:
             with unhurried(_LOOP):
                 group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=self.timeout))
-            self._mesh = self._meet(group, store)
+            self._meet(group, store, tcp)
             group.barrier().wait()  # who hung up now would break the connecting of others
         except RuntimeError as error:
+            group = None  # so that the others notice
             operation = Operation("barrier", "connecting", control=True)
             raise self.explain(error, operation, None, deadline) from error
         return group
 
-    def _meet(self, group: Any, store: Any) -> Mesh | None:
+    def _meet(self, group: Any, store: Any, tcp: bool) -> None:
         """Connections of our own for messages, if all ranks can make them: they cost less than those of gloo."""
-        mesh, problem, wanted = None, None, self.world > 1 and _ours_may_be_used()
+        problem = None
         try:
-            if wanted:
-                patience = min(self.timeout, _MEETING)
-                mesh = Mesh(connect_all(store, self.rank, self.world, time.monotonic() + patience))
-        except (OSError, RuntimeError) as error:
+            if tcp and self.world > 1:
+                patience = min(self.timeout / 3, MEETING)  # who does not have to wait is already at the vote
+                self._mesh = Mesh(connect_all(store, self.rank, self.world, time.monotonic() + patience))
+        except Exception as error:  # whatever it is, the others wait for this rank's vote
             problem = error
-        have = torch.tensor([0 if mesh is None else 1])
-        group.allreduce([have], self._bounded(self._sum_options)).wait()
-        if int(have) == self.world:
-            return mesh
+        votes = torch.tensor([0 if self._mesh is None else 1])
+        group.allreduce([votes], self._bounded(self._sum_options)).wait()
+        if int(votes) == self.world:
+            return
         if problem is not None:
             _log.warning("rank %d: messages go through gloo, which is slower: %s", self.rank, problem)
-        if mesh is not None:
-            mesh.close()
-        return None
+        if self._mesh is not None:
+            self._mesh.close()
+            self._mesh = None
 
     @classmethod
     def exclusive(
@@ -191,7 +179,7 @@ class GroupCommunicator(Communicator):
             self._under_way.add(work)
 
     def close(self) -> None:
-        """Hang up: connections end with the last reference to the group and to what is under way on it.
+        """Hang up: those of gloo end with the last reference to the group and to what is under way on it.
 
         With a sum of our own under way the group would wait for it, and for all ranks: it is cut first.
         """
@@ -227,6 +215,8 @@ class GroupCommunicator(Communicator):
         if peer is None:
             self.close()
         reason, lost = self._notices.lose(peer)
+        if late:  # what was posted would take what comes next, and whoever waits for this rank shall notice
+            self.close()
         who = listed(lost) or "the other ranks"
         what = f"the connection to {who} failed: {error}"
         if late:
@@ -244,7 +234,7 @@ class GroupCommunicator(Communicator):
         return group
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Work:
-        group, mesh = self._open(operation), self._mesh
+        mesh, group = self._mesh, self._open(operation)
         try:
             work = group.send([message], peer, _DATA) if mesh is None else mesh.send(message, peer)
         except ValueError as error:
@@ -254,10 +244,10 @@ class GroupCommunicator(Communicator):
         return _Work(self, work, peer, operation, lambda: message)
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Work:
-        group, mesh = self._open(operation), self._mesh
+        mesh, group = self._mesh, self._open(operation)
         if mesh is not None:
             return self._receive(mesh, capacity, peer, operation)
-        buffer = torch.empty(max(capacity, _ROOM), dtype=torch.uint8)
+        buffer = torch.empty(max(capacity, ROOM), dtype=torch.uint8)
         try:
             work = group.recv([buffer], peer, _DATA)
         except ValueError as error:

@@ -5,45 +5,56 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import socket
 import struct
 import time
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+
+from ..errors import CommError
+from .base import listed
+from .cutting import INTERFACES
 
 SECRET = 16
 """Bytes that only who can read the store knows: a stranger who finds the port is not let in."""
+MEETING = 20.0
+"""Seconds that ranks take at most: they have all met just before."""
 _HELLO = struct.Struct(f"<{SECRET}sI")
-_INTERFACES = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_PATIENCE = 2.0
+_NOWHERE = "-"
+_PATIENCE = 5.0
 """Seconds that somebody who has connected may take to say who it is."""
 
 
+def tcp_allowed() -> bool:
+    """Not if somebody wants gloo's own connections, or encrypted ones."""
+    wanted = os.environ.get("OKTOPK_MESSAGES", "tcp")
+    if wanted not in ("tcp", "gloo"):
+        raise CommError(f"OKTOPK_MESSAGES must be tcp or gloo, got {wanted!r}")
+    plain = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() == "TCP"
+    return wanted == "tcp" and plain and hasattr(select, "poll")
+
+
 def connect_all(store: Any, rank: int, world: int, deadline: float) -> dict[int, socket.socket]:
-    """A connection to every other rank; all of them call it. Lower ranks are called, and higher ones call."""
-    host, secret = own_address(store), secrets.token_bytes(SECRET)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    links: dict[int, socket.socket] = {}
-    with socket.create_server((host, 0), family=family, backlog=world) as listener:
-        store.set(f"address/{rank}", f"{secret.hex()} {listener.getsockname()[1]} {host}")
-        try:
-            for peer in range(rank):
-                links[peer] = _call(_look_up(store, peer, deadline), secret, rank, deadline)
-            while len(links) < world - 1:
-                _answer(listener, links, secret, store, range(rank + 1, world), deadline)
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
-    for link in links.values():
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return links
+    """A connection to every other rank, who all do the same: each calls those before it, those after it call."""
+    secret = secrets.token_bytes(SECRET)
+    try:
+        host = own_address(store)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=world)
+    except OSError:
+        store.set(_key(rank), _NOWHERE)  # so that nobody waits for a call
+        raise
+    with listener:
+        store.set(_key(rank), f"{secret.hex()} {listener.getsockname()[1]} {host}")
+        return _Meeting(rank, secret, _addresses(store, world, deadline), deadline).connect(listener)
 
 
 def own_address(store: Any) -> str:
     """Where other ranks find this one: at the interface that gloo was told, or on the way to the store's host."""
-    interface = os.environ.get(_INTERFACES, "").split(",")[0]
+    interface = os.environ.get(INTERFACES, "").split(",")[0]
     if interface:
         import fcntl  # not everywhere; nor are names of interfaces
 
@@ -67,67 +78,96 @@ def _own_name() -> str:
         return "127.0.0.1"
 
 
+class _Address(NamedTuple):
+    secret: bytes
+    port: int
+    host: str
+
+
+def _key(rank: int) -> str:
+    return f"address/{rank}"
+
+
+def _addresses(store: Any, world: int, deadline: float) -> list[_Address]:
+    """Of all ranks, who have left them in the store."""
+    keys = [_key(rank) for rank in range(world)]
+    store.wait(keys, timedelta(seconds=_left(deadline)))
+    said = [text.decode().split(" ") for text in store.multi_get(keys)]
+    nowhere = [rank for rank, words in enumerate(said) if words == [_NOWHERE]]
+    if nowhere:
+        raise ConnectionError(f"{listed(nowhere)} cannot be called")
+    return [_Address(bytes.fromhex(secret), int(port), host) for secret, port, host in said]
+
+
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("not all ranks have connected in time")
+        raise TimeoutError("it took too long")
     return left
 
 
-def _look_up(store: Any, peer: int, deadline: float) -> tuple[bytes, int, str]:
-    """(secret, port, host) of a rank."""
-    key = f"address/{peer}"
-    store.wait([key], timedelta(seconds=_left(deadline)))
-    secret, port, host = store.get(key).decode().split(" ")
-    return bytes.fromhex(secret), int(port), host
+class _Meeting:
+    """One rank's part in it."""
+
+    def __init__(self, rank: int, secret: bytes, addresses: list[_Address], deadline: float) -> None:
+        self.rank, self.secret, self.addresses, self.deadline = rank, secret, addresses, deadline
+
+    def connect(self, listener: socket.socket) -> dict[int, socket.socket]:
+        links: dict[int, socket.socket] = {}
+        try:
+            for peer in range(self.rank):
+                links[peer] = self._call(peer)
+            while missing := [peer for peer in range(self.rank + 1, len(self.addresses)) if peer not in links]:
+                self._answer(listener, missing, links)
+            for link in links.values():
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        return links
+
+    def _call(self, peer: int) -> socket.socket:
+        secret, port, host = self.addresses[peer]
+        try:
+            with ExitStack() as undo:
+                link = undo.enter_context(socket.create_connection((host, port), timeout=_left(self.deadline)))
+                link.sendall(_HELLO.pack(secret, self.rank))
+                if not hmac.compare_digest(_exactly(link, SECRET, self.deadline), self.secret):
+                    raise ConnectionError("somebody else answers")
+                undo.pop_all()
+                return link
+        except OSError as error:
+            raise ConnectionError(f"rank {peer} at {host}, port {port}: {error}") from error
+
+    def _answer(self, listener: socket.socket, missing: list[int], links: dict[int, socket.socket]) -> None:
+        """Take one call; a stranger's is hung up on."""
+        try:
+            listener.settimeout(_left(self.deadline))
+            link, _ = listener.accept()
+        except TimeoutError as error:
+            raise TimeoutError(f"{listed(missing)} did not call in time") from error
+        peer = self._identify(link, missing)
+        if peer is None:
+            link.close()
+        else:
+            links[peer] = link
+            link.sendall(self.addresses[peer].secret)
+
+    def _identify(self, link: socket.socket, missing: list[int]) -> int | None:
+        """Which of the ranks that are missing has called; None if it is a stranger."""
+        try:
+            hello = _exactly(link, _HELLO.size, min(self.deadline, time.monotonic() + _PATIENCE))
+        except OSError:
+            return None
+        said, rank = _HELLO.unpack(hello)
+        return rank if rank in missing and hmac.compare_digest(said, self.secret) else None
 
 
-def _call(address: tuple[bytes, int, str], secret: bytes, rank: int, deadline: float) -> socket.socket:
-    theirs, port, host = address
-    link = socket.create_connection((host, port), timeout=_left(deadline))
-    try:
-        link.sendall(_HELLO.pack(theirs, rank))
-        link.settimeout(_left(deadline))
-        if not hmac.compare_digest(_exactly(link, SECRET), secret):
-            raise ConnectionError(f"somebody else answers at {host}, port {port}")
-    except BaseException:
-        link.close()
-        raise
-    return link
-
-
-def _answer(
-    listener: socket.socket,
-    links: dict[int, socket.socket],
-    secret: bytes,
-    store: Any,
-    expected: range,
-    deadline: float,
-) -> None:
-    """Take one call; a stranger's is hung up on."""
-    listener.settimeout(_left(deadline))
-    link, _ = listener.accept()
-    peer = _identify(link, secret, expected, deadline)
-    if peer is None or peer in links:
-        link.close()
-        return
-    links[peer] = link
-    link.sendall(_look_up(store, peer, deadline)[0])
-
-
-def _identify(link: socket.socket, secret: bytes, expected: range, deadline: float) -> int | None:
-    """Which of the ranks that are expected has called; None if it is a stranger."""
-    link.settimeout(min(_PATIENCE, _left(deadline)))
-    try:
-        said, rank = _HELLO.unpack(_exactly(link, _HELLO.size))
-    except OSError:
-        return None
-    return rank if rank in expected and hmac.compare_digest(said, secret) else None
-
-
-def _exactly(link: socket.socket, size: int) -> bytes:
+def _exactly(link: socket.socket, size: int, deadline: float) -> bytes:
     got = b""
     while len(got) < size:
+        link.settimeout(_left(deadline))
         more = link.recv(size - len(got))
         if not more:
             raise ConnectionError("it has hung up")

@@ -10,9 +10,9 @@ much memory as its message.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ..errors import WireError
+from .base import LENGTH, ROOM
 
-_LENGTH = struct.Struct("<Q")
-_ROOM = 1 << 20
-"""Bytes up to which a message that is larger than its receive is taken in, so that the next one is not lost."""
+_LONGEST_POLL = 2**31 - 1
+"""Milliseconds."""
 
 
 class Broken(RuntimeError):
@@ -73,7 +73,7 @@ class Receiving(Moving):
     def __init__(self, mesh: Mesh, capacity: int) -> None:
         super().__init__(mesh)
         self._capacity = capacity
-        self._length = bytearray(_LENGTH.size)
+        self._length = bytearray(LENGTH.size)
         self._message: Any = None
         self._rest = memoryview(self._length)
 
@@ -82,19 +82,19 @@ class Receiving(Moving):
         if not got:
             raise ConnectionError("it has hung up")
         self._rest = self._rest[got:]
-        if not self._rest and self._message is None and _LENGTH.size <= self._says <= max(self._capacity, _ROOM):
+        if not self._rest and self._message is None and LENGTH.size <= self._says <= max(self._capacity, ROOM):
             self._message = np.empty(self._says, np.uint8)
-            self._message[: _LENGTH.size] = self._length
-            self._rest = self._message.data[_LENGTH.size :]
+            self._message[: LENGTH.size] = self._length
+            self._rest = self._message.data[LENGTH.size :]
         return not self._rest
 
     @property
     def _says(self) -> int:
-        return int(_LENGTH.unpack(self._length)[0])
+        return int(LENGTH.unpack(self._length)[0])
 
     def message(self, whose: str) -> Tensor:
         """What has come in."""
-        if not _LENGTH.size <= self._says <= self._capacity:
+        if not LENGTH.size <= self._says <= self._capacity:
             raise WireError(f"{whose} says {self._says} of {self._capacity} bytes")
         return torch.from_numpy(self._message)
 
@@ -112,8 +112,9 @@ class Mesh:
         self._peers = {link.fileno(): peer for peer, link in links.items()}
         self._watched = dict.fromkeys(links, 0)
         self._poll = select.poll()
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # a signal may close it in the very thread that waits
         self._closed = False
+        self._process = os.getpid()
         for link in links.values():
             link.setblocking(False)
         self._forgotten = weakref.finalize(self, _close_all, list(links.values()))
@@ -145,9 +146,11 @@ class Mesh:
     def wait(self, moving: Moving, deadline: float) -> None:
         """Until a message has come or gone; what else is under way moves meanwhile."""
         with self._turn:
-            while not moving.done:
+            while not (moving.done or self._closed):
                 left = deadline - time.monotonic()
-                ready = self._poll.poll(1e3 * left) if left > 0 else []
+                ready = self._poll.poll(min(1e3 * left, _LONGEST_POLL)) if left > 0 else []
+                if self._closed:
+                    break
                 if not ready and time.monotonic() >= deadline:
                     raise Broken("nothing has come in time")
                 for place, events in ready:
@@ -157,6 +160,8 @@ class Mesh:
                     if events & ~select.POLLIN:
                         self._advance(peer, self._outgoing[peer])
                     self._watch(peer)
+        if not moving.done:
+            raise Closed
         if moving.error is not None:
             raise moving.error
 
@@ -186,8 +191,14 @@ class Mesh:
         self._watched[peer] = wanted
 
     def close(self) -> None:
-        """Hang up, and wake whoever waits. Twice is fine."""
+        """Hang up, and wake whoever waits. Twice is fine.
+
+        A forked process has the same connections: it lets go of them, and its parent keeps them.
+        """
         self._closed = True
+        if os.getpid() != self._process:
+            self._forgotten()
+            return
         for link in self._links.values():
             try:
                 link.shutdown(socket.SHUT_RDWR)

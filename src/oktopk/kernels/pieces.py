@@ -49,7 +49,8 @@ def put_in_turn(
     kernel: Apply, pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0
 ) -> int:
     """scatter_add_ or assign_ of factor * values over all pieces; returns the sum of what it returns."""
-    return sum(kernel(piece, local, part) for piece, local, part in cut(pieces, indices, factor * values))
+    scaled = values if factor == 1.0 else factor * values
+    return sum(kernel(piece, local, part) for piece, local, part in cut(pieces, indices, scaled))
 
 
 def cut(pieces: Sequence[Tensor], indices: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

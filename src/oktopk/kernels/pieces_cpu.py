@@ -84,6 +84,8 @@ def _put(pieces, edges, indices, values, factor, clear):
 
 def _put_all(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float, clear: bool) -> int:
     edges = edges_of(pieces)
+    if values.dtype != torch.float32 or values.numel() != indices.numel():
+        raise ValueError(f"{values.numel()} values of {values.dtype} for {indices.numel()} indices: need float32")
     if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < edges[-1]:
         raise ValueError(f"indices from {int(indices[0])} to {int(indices[-1])} for {edges[-1]} entries")
     starts, by = np.array(edges), np.float32(factor)

@@ -139,7 +139,8 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
     every = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
     dtype, sizes = every[0][0].dtype, np.array([indices.numel() for indices, _ in every])
     for indices, values in every:  # compiled code believes their addresses
-        if indices.dtype != dtype or values.dtype != torch.float32 or indices.numel() != values.numel():
+        typed = indices.dtype == dtype and values.dtype == torch.float32 and indices.is_cpu and values.is_cpu
+        if not typed or indices.numel() != values.numel():
             raise ValueError(f"parts of {dtype} and float32 cannot be summed with {indices.dtype}, {values.dtype}")
     room = min(int(sizes.sum()), span)
     out_indices, out_values = torch.empty(room, dtype=dtype), torch.empty(room)

@@ -52,7 +52,7 @@ def backends(world: World) -> Finding:
     told = world.of("backends")
     without = [rank for rank, own in enumerate(told) if not own["gloo"]]
     if without:
-        return Finding(PROBLEM, f"no gloo on {ranks(without)}", "use a build of torch with gloo: messages need it")
+        return Finding(PROBLEM, f"no gloo on {ranks(without)}", "use a build of torch with gloo: ranks meet by it")
     own = told[0]
     there = [name for name in ("gloo", "nccl", "mpi") if own[name]]
     blind = [rank for rank, own in enumerate(told) if own["gpus"] and not own["nccl"]]

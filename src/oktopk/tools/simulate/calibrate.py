@@ -1,4 +1,4 @@
-"""α and β of a link that exists, measured through gloo: all ranks send to the next one at once."""
+"""α and β of a link that exists, over connections like those of training: all ranks send to the next at once."""
 
 from __future__ import annotations
 

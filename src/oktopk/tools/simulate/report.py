@@ -86,7 +86,7 @@ def _origins(asked: dict[str, Any]) -> str:
     message = f"{asked['overhead_seconds'] * 1e6:.4g} µs of a rank for each message"
     links = {
         GIVEN: f"given:    {link}, {message}.",
-        HALF_GIVEN: f"measured: {message}, through gloo on the loopback.\ngiven:    {link}.",
+        HALF_GIVEN: f"measured: {message}, over TCP on the loopback.\ngiven:    {link}.",
     }
     told = links.get(asked["link"], f"measured: {link}, {message},\n          {asked['link']}.")
     return _ORIGINS.format(each="one rank" if each == 1 else f"{each} ranks", link=told, params=asked["params"])

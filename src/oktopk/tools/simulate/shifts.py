@@ -36,11 +36,12 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=_TIMEOUT),
     )
-    comm = GroupCommunicator(timeout=_TIMEOUT)
+    comm = GroupCommunicator.exclusive(timeout=_TIMEOUT)  # as those that training has
     found = measure(comm)
     if comm.rank == 0:
         print(json.dumps(asdict(found)))
     dist.barrier()
+    comm.close()
     dist.destroy_process_group()
 
 
