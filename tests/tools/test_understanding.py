@@ -73,13 +73,13 @@ def test_ratios_and_shares_are_divided_rightly(page: str) -> None:
         assert sent in benchmarks
         assert 88.2 / float(sent) == pytest.approx(ratio, rel=0.01)
         assert f"{sent} MB | {ratio} |" in page
-    assert "| oktopk:fp16 | 255 | 6.43 | 39.1 | 121 | 0.1312 | 61.1 |" in benchmarks  # at 100 Mbit/s
-    assert "| oktopk:fp16 | 277 | 1.31 | 44.7 | 127 | 0.1312 | 69.5 |" in benchmarks  # at 1 Gbit/s
+    assert "| oktopk:fp16 | 191 | 8.31 | 30.3 | 87.1 | 0.1299 | 42.8 |" in benchmarks  # at 100 Mbit/s
+    assert "| oktopk:fp16 | 187 | 1.39 | 26.1 | 86.1 | 0.1299 | 45.6 |" in benchmarks  # at 1 Gbit/s
     words = " ".join(page.split())
-    by_division = 1e3 * 8 * 0.1312e6 / 100e6
-    assert f"Division says {by_division:.0f} ms, {100 * by_division / 255:.0f} % of the step" in words
-    assert f"which is {100 * 61.1 / 255:.0f} %" in words
-    assert f"division says {100 * by_division / 10 / 277:.1f} %, and it was {100 * 69.5 / 277:.0f} %" in words
+    by_division = 1e3 * 8 * 0.1299e6 / 100e6
+    assert f"Division says {by_division:.0f} ms, {100 * by_division / 191:.0f} % of the step" in words
+    assert f"which is {100 * 42.8 / 191:.0f} %" in words
+    assert f"division says {100 * by_division / 10 / 187:.1f} %, and it was {100 * 45.6 / 187:.0f} %" in words
 
 
 def test_the_pictures_can_be_drawn(drawn: Any, tmp_path: Path) -> None:
