@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import oktopk
-from oktopk.metrics import SPARSE
-from oktopk.sinks import MemorySink
+from oktopk.metrics.events import SPARSE
+from oktopk.metrics.sinks import MemorySink
 from oktopk.tools.tables import table
 
 MOMENTUM = 0.9

@@ -22,9 +22,9 @@ from common import arguments, write_json
 from torch import Tensor
 
 from oktopk.comm import GroupCommunicator, Metered, pack, packed_bytes, unpack
+from oktopk.engine.hosts import Host
 from oktopk.errors import OkTopkError
-from oktopk.hosts import Host
-from oktopk.layout import Bucket
+from oktopk.feedback.buckets import Bucket
 from oktopk.tools.bench.figures import Record
 from oktopk.tools.bench.launch import measure, on_loopback
 from oktopk.tools.bench.plan import Plan, free_memory

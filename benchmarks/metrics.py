@@ -17,9 +17,9 @@ import torch.distributed as dist
 from common import arguments, write_json
 
 import oktopk
-from oktopk.metrics import MetricsSink, StepEvent
-from oktopk.sinks import CSVSink, JSONLSink, MemorySink, TensorBoardSink, TraceSink, TrainerLists
-from oktopk.stopwatch import Stopwatch
+from oktopk.metrics.events import MetricsSink, StepEvent
+from oktopk.metrics.sinks import CSVSink, JSONLSink, MemorySink, TensorBoardSink, TraceSink, TrainerLists
+from oktopk.metrics.stopwatch import Stopwatch
 from oktopk.tools.bench.gradients import Gradients
 from oktopk.tools.tables import table
 

@@ -22,8 +22,8 @@ from common import arguments, write_json
 from torch import Tensor
 
 import oktopk
-from oktopk.layout import Bucket, gather
-from oktopk.sinks import MemorySink
+from oktopk.feedback.buckets import Bucket, gather
+from oktopk.metrics.sinks import MemorySink
 from oktopk.tools.bench.figures import Record, record_of
 from oktopk.tools.bench.gradients import Gradients
 from oktopk.tools.bench.names import BACKWARD, Ours, ours, warmup

@@ -25,7 +25,7 @@ from oktopk.comm import GroupCommunicator
 from oktopk.tools import simulate
 from oktopk.tools.bench.gradients import Gradients
 from oktopk.tools.lab import Lab
-from oktopk.tools.simulate.record import Reducing
+from oktopk.tools.simulate.trace.record import Reducing
 from oktopk.tools.tables import table
 
 AGE, _SKIPPED = 8, 3

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import oktopk
-from oktopk.metrics import SPARSE, StepEvent
+from oktopk.metrics.events import SPARSE, StepEvent
 
 FEATURES, CLASSES, BATCH = 32, 10, 8
 DENSITY, VALUES = 0.01, "fp16"

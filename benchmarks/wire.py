@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from common import arguments, report, side_by_side
 
-from oktopk.sparse import SparseVector
-from oktopk.wire import Tag, ValueCode, best_index_code, decode, encode
+from oktopk.wire.message import Tag, ValueCode, best_index_code, decode, encode
+from oktopk.wire.sparse_vector import SparseVector
 
 HEADERS = [
     "entries",

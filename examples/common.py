@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from oktopk.sinks import MemorySink
+from oktopk.metrics.sinks import MemorySink
 
 
 def options(description: str | None, steps: int = 200, density: float = 0.01) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.sinks import MemorySink
+from oktopk.metrics.sinks import MemorySink
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.sinks import MemorySink
-from oktopk.train.checkpoint import Checkpoints
-from oktopk.train.snapshot import ModelIdentity, Snapshot
+from oktopk.metrics.sinks import MemorySink
+from oktopk.train.checkpoint.snapshot import ModelIdentity, Snapshot
+from oktopk.train.checkpoint.storage import Checkpoints
 
 
 class Run:

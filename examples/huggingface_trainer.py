@@ -22,7 +22,7 @@ from common import digits, join_or_be_alone, options, summary
 from torch.utils.data import TensorDataset
 
 import oktopk
-from oktopk.sinks import MemorySink
+from oktopk.metrics.sinks import MemorySink
 
 sys.path.pop(0)  # this folder: transformers needs the package "accelerate", and there is an accelerate.py here
 os.environ["HF_HUB_OFFLINE"] = "1"

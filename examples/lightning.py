@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import oktopk
-from oktopk.sinks import MemorySink
+from oktopk.metrics.sinks import MemorySink
 
 sys.path.pop(0)  # this folder: without it, "lightning" is the package and not this file
 from lightning.pytorch import LightningModule, Trainer

@@ -20,7 +20,7 @@ from common import accuracy, batches, digits, network, options, summary
 from torch.nn.functional import cross_entropy
 
 import oktopk
-from oktopk.sinks import JSONLSink, MemorySink, TraceSink, merge_traces
+from oktopk.metrics.sinks import JSONLSink, MemorySink, TraceSink, merge_traces
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import OneCycleLR
 
 import oktopk
-from oktopk.sinks import MemorySink
+from oktopk.metrics.sinks import MemorySink
 
 
 def main() -> None:

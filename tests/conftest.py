@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from oktopk import wire
 from oktopk.kernels import backend
-from oktopk.sparse import SparseVector
+from oktopk.wire import message as wire
+from oktopk.wire.sparse_vector import SparseVector
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels then run on the CPU

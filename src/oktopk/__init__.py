@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from .algorithms import ALGORITHMS, Algorithm
-from .allreducer import AllReducer
-from .broadcast import broadcast_tensors
-from .checkpoint import redistribute
 from .collective import Info, sparse_allreduce
-from .comm import (
-    Communicator,
-    GroupCommunicator,
-    Metered,
-    MPICommunicator,
-    Traffic,
-    run_threads,
-)
-from .ddp import OkTopkState, oktopk_hook
+from .comm import Communicator, GroupCommunicator, Metered, MPICommunicator, Traffic, run_threads
+from .comm.broadcast import broadcast_tensors
+from .engine.settings import Settings
+from .engine.state_dict import redistribute
 from .errors import Aborted, CommError, CommTimeout, NonFiniteError, OkTopkError, WireError
-from .metrics import MetricsSink, ReductionEvent, StepEvent
-from .optimizer import DistributedOptimizer
-from .settings import Settings
-from .sparse import SparseVector
+from .frontends.allreducer import AllReducer
+from .frontends.ddp import OkTopkState, oktopk_hook
+from .frontends.optimizer import DistributedOptimizer
+from .metrics.events import MetricsSink, ReductionEvent, StepEvent
+from .wire.sparse_vector import SparseVector
 
 __version__ = "0.1.0"
 

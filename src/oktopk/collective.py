@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .accumulator import Accumulator, narrowed
 from .algorithms import Algorithm, Reduction, find_algorithm
-from .channel import Channel
+from .algorithms.reducer import reduce_step
+from .algorithms.selection import target_count
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
 from .errors import naming_step
-from .reducer import reduce_step
-from .selection import target_count
-from .wire import VALUE_CODES
+from .feedback.accumulator import Accumulator, narrowed
+from .wire.message import VALUE_CODES
+from .wire.sparse_comm import Channel
 
 
 @dataclass(frozen=True)

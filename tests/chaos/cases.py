@@ -11,7 +11,7 @@ import stepping
 from faults import EVERYBODY, MESSAGE_FAULTS, RANK_FAULTS, SLEEPS, Fault, Moment
 
 import oktopk
-from oktopk.wire import VALUE_CODES
+from oktopk.wire.message import VALUE_CODES
 
 FAULTS_PER_JOB = 4
 """So many cases in a row do the same with different faults: then it is known what comes of it without."""

@@ -20,7 +20,7 @@ from jobs import Report, take_part
 from judging import HANG, LEAK, Verdict, judge, lateness
 
 import oktopk
-from oktopk import memory
+from oktopk.engine import memory
 
 LIMIT = 30.0
 """Seconds beyond all timeouts after which a case hangs."""

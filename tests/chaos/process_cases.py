@@ -10,7 +10,7 @@ from cases import Job, place
 from faults import MESSAGE_FAULTS, Fault, Moment
 
 import oktopk
-from oktopk.wire import VALUE_CODES
+from oktopk.wire.message import VALUE_CODES
 
 IMPATIENT, PATIENT = 2.0, 40.0
 SIGNALS = ("stop", "stop a while", "die")

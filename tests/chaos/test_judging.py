@@ -102,7 +102,7 @@ def test_cases_differ() -> None:
     jobs = [cases.job_of(number) for number in range(0, 1200, cases.FAULTS_PER_JOB)]
     assert {job.world for job in jobs} == set(range(2, 9))
     assert {job.algorithm for job in jobs} == set(oktopk.ALGORITHMS)
-    assert {job.values for job in jobs} == set(oktopk.wire.VALUE_CODES)
+    assert {job.values for job in jobs} == set(oktopk.wire.message.VALUE_CODES)
     assert len({job.join for job in jobs}) > 1
     assert {job.front_end for job in jobs} == {"reducer", "collective"}
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oktopk.kernels import coding, coding_cpu
+from oktopk.kernels import coding
 from oktopk.kernels.coding import IndexCode
+from oktopk.kernels.cpu import coding as coding_cpu
 from oktopk.kernels.values import Array, ValueCode
 
 BACKENDS = [coding, coding_cpu]

@@ -14,7 +14,7 @@ from test_failing_ranks import SILENCED, all_here, wait_in_vain
 
 from oktopk import CommError, Communicator, GroupCommunicator, run_threads
 from oktopk.comm import group
-from oktopk.traffic import Operation
+from oktopk.metrics.traffic import Operation
 
 WAITERS = 2
 Ending = tuple[Exception | None, float]

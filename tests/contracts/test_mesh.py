@@ -23,10 +23,11 @@ import worlds
 from torch import Tensor
 
 from oktopk import CommError, Communicator, WireError
-from oktopk.comm import group, meeting
+from oktopk.comm import group
 from oktopk.comm.base import pack
-from oktopk.comm.meeting import connect_all
-from oktopk.comm.mesh import Broken, Closed, Mesh
+from oktopk.comm.tcp import rendezvous as meeting
+from oktopk.comm.tcp.mesh import Broken, Closed, Mesh
+from oktopk.comm.tcp.rendezvous import connect_all
 
 SOON, LONG = timedelta(seconds=0.3), timedelta(seconds=30)
 WORLDS = [2, 3, 5, 8]

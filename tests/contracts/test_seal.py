@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from oktopk import Communicator, WireError, run_threads
 from oktopk.comm import Operation
-from oktopk.comm.seal import seal, sealed_bytes, unseal
+from oktopk.comm.control import seal, sealed_bytes, unseal
 
 COUNTS, SUMS = Operation("all_gather", "counts", control=True), Operation("all_gather", "sums", control=True)
 NUMBERS = torch.tensor([3, -1, 2**40])

@@ -15,11 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk import wire
 from oktopk.errors import WireError
-from oktopk.kernels import coding, coding_cpu
-from oktopk.sparse import SparseVector
-from oktopk.wire import HEADER_BYTES, IndexCode, Tag, ValueCode
+from oktopk.kernels import coding
+from oktopk.kernels.cpu import coding as coding_cpu
+from oktopk.wire import message as wire
+from oktopk.wire.message import HEADER_BYTES, IndexCode, Tag, ValueCode
+from oktopk.wire.sparse_vector import SparseVector
 
 BACKENDS = [coding, coding_cpu]
 LARGE = [2**31 - 1, 2**31, 2**31 + 10, 2**40]

@@ -10,11 +10,11 @@ from random import Random
 import numpy as np
 from fuzz_corpus import Real, corpus
 
-from oktopk import wire
 from oktopk.kernels import coding
 from oktopk.kernels.coding import IndexCode, padded
 from oktopk.kernels.values import VALUE_WIDTHS
-from oktopk.wire import HEADER_BYTES, MAGIC, Tag
+from oktopk.wire import message as wire
+from oktopk.wire.message import HEADER_BYTES, MAGIC, Tag
 
 LONGEST = 2**15
 """Bytes of a case; whatever would be longer is cut."""

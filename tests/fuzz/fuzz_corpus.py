@@ -10,12 +10,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from oktopk import wire
 from oktopk.kernels import coding
 from oktopk.kernels.coding import IndexCode
 from oktopk.kernels.values import Array, ValueCode
-from oktopk.sparse import SparseVector
-from oktopk.wire import Tag
+from oktopk.wire import message as wire
+from oktopk.wire.message import Tag
+from oktopk.wire.sparse_vector import SparseVector
 
 COUNTS = (0, 1, 2, 7, 33, 150)
 SPARSITIES = (1, 3, 90, 5000)

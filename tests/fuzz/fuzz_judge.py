@@ -18,14 +18,15 @@ from fuzz_cases import LONGEST, Case
 from fuzz_corpus import corpus
 from fuzz_memory import Guarded, GuardedNumpy
 
-from oktopk import wire
-from oktopk.comm import seal
+from oktopk.comm import control as seal
 from oktopk.comm.base import _take_apart as take_apart
 from oktopk.errors import WireError
-from oktopk.kernels import coding, coding_cpu
-from oktopk.tools.simulate.trace import parts_of
-from oktopk.traffic import Operation
-from oktopk.wire import Decoded, ValueCode
+from oktopk.kernels import coding
+from oktopk.kernels.cpu import coding as coding_cpu
+from oktopk.metrics.traffic import Operation
+from oktopk.tools.simulate.trace.format import parts_of
+from oktopk.wire import message as wire
+from oktopk.wire.message import Decoded, ValueCode
 
 BACKENDS: tuple[ModuleType, ...] = (coding, coding_cpu)
 DECODED = "decoded"

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oktopk.train.data import an4
-from oktopk.train.data.an4 import import_an4
-from oktopk.train.data.cifar import CLASSES, import_cifar
+from oktopk.train.data.images.cifar import CLASSES, import_cifar
 from oktopk.train.data.problems import DataError
+from oktopk.train.data.speech import an4
+from oktopk.train.data.speech.an4 import import_an4
 
 Files = dict[str, bytes]
 

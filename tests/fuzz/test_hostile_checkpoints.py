@@ -17,9 +17,7 @@ from torch import nn
 
 import oktopk
 from oktopk.comm import run_threads
-from oktopk.train.checkpoint import Checkpoints
-from oktopk.train.config import ConfigError
-from oktopk.train.snapshot import (
+from oktopk.train.checkpoint.snapshot import (
     MANIFEST,
     CheckpointError,
     Damaged,
@@ -28,8 +26,10 @@ from oktopk.train.snapshot import (
     read_manifest,
     read_tensors,
 )
-from oktopk.train.state import as_state_of_a_run, restore
-from oktopk.train.weights import load_weights
+from oktopk.train.checkpoint.state import as_state_of_a_run, restore
+from oktopk.train.checkpoint.storage import Checkpoints
+from oktopk.train.checkpoint.weights import load_weights
+from oktopk.train.config.options import ConfigError
 
 MODEL = ModelIdentity("toy", (("weight", (3, 2)), ("bias", (3,))))
 WORLD = 3

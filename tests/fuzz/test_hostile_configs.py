@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oktopk.cli import main
-from oktopk.train.config import OPTIONS, ConfigError
-from oktopk.train.origins import _options, resolve
+from oktopk.train.config.options import OPTIONS, ConfigError
+from oktopk.train.config.origins import _options, resolve
 
 HARMFUL = {
     "deep": "lr = " + "[" * 50_000,

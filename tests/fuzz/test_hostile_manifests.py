@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oktopk.cli import main
-from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST, read_manifest, repair
 from oktopk.train.data.problems import DataError
+from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST, read_manifest, repair
 
 GOOD = "in/a.wav,in/a.txt"
 

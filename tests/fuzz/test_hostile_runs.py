@@ -15,9 +15,10 @@ import pytest
 from report_runs import HOSTILE, served, write_run
 
 from oktopk.cli import main
-from oktopk.tools.report import ReportError, find, page, read, report
-from oktopk.tools.report.live import LOOPBACK, Server
-from oktopk.tools.report.reading import LONGEST_LINE
+from oktopk.tools.report import ReportError, find, read, report
+from oktopk.tools.report.analysis.reading import LONGEST_LINE
+from oktopk.tools.report.html import build as page
+from oktopk.tools.report.html.live import LOOPBACK, Server
 from oktopk.tools.sweep import FAILED, Run, _found, options_before, row
 
 SECRET = "the-secret-of-another-folder"
@@ -26,7 +27,7 @@ SECRET = "the-secret-of-another-folder"
 @pytest.fixture(autouse=True)
 def _no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its four megabytes are not what is looked at."""
-    monkeypatch.setattr(import_module("oktopk.tools.report.page"), "_plotly", lambda: "")
+    monkeypatch.setattr(import_module("oktopk.tools.report.html.page"), "_plotly", lambda: "")
 
 
 def shown(*folders: Path) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from oktopk.train.data import audio
-from oktopk.train.data.audio import SAMPLE_RATE, inspect, read_samples, read_sound
 from oktopk.train.data.problems import DataError
+from oktopk.train.data.speech import audio
+from oktopk.train.data.speech.audio import SAMPLE_RATE, inspect, read_samples, read_sound
 
 KINDS = {
     "wav": "PCM_16",

@@ -21,10 +21,10 @@ from fuzz_judge import BACKENDS, DECODED, EXPECTED, OUTCOMES, LawBroken, judging
 from fuzz_memory import Guarded, GuardedNumpy
 from fuzz_run import Tally, judge_all
 
-from oktopk.comm import seal
+from oktopk.comm import control as seal
 from oktopk.kernels.coding import IndexCode
 from oktopk.kernels.values import ValueCode
-from oktopk.wire import WireError
+from oktopk.wire.message import WireError
 
 CASES, CHECKED_CASES = 8_000, 1_500
 

@@ -18,7 +18,7 @@ from oktopk.algorithms import OkTopk
 from oktopk.algorithms.base import equal_regions
 from oktopk.algorithms.oktopk import balanced_regions, overlap
 from oktopk.comm import Operation, Pending
-from oktopk.sparse import SparseVector
+from oktopk.wire.sparse_vector import SparseVector
 
 SIZE = 1009
 SPARSE = [name for name in oktopk.ALGORITHMS if name != "dense"]

@@ -7,7 +7,7 @@ import torch
 
 import oktopk
 from oktopk.algorithms import oktopk as module
-from oktopk.sparse import SparseVector
+from oktopk.wire.sparse_vector import SparseVector
 
 
 def thresholds(parts: list[torch.Tensor], k: int) -> list[float]:

@@ -22,7 +22,7 @@ from torch import Tensor
 import oktopk
 from oktopk.algorithms import OkTopk
 from oktopk.comm import Traffic, total
-from oktopk.wire import HEADER_BYTES
+from oktopk.wire.message import HEADER_BYTES
 
 SIZE, DENSITY = 20_011, 0.02
 K = int(SIZE * DENSITY)

@@ -26,8 +26,8 @@ from elastic_laws import Run, comparisons, laws
 
 from oktopk.comm import Communicator, run_threads
 from oktopk.tools.tables import table
+from oktopk.train.config.origins import resolve
 from oktopk.train.launch import Place
-from oktopk.train.origins import resolve
 from oktopk.train.run import train_rank
 from oktopk.train.stop import Stop
 

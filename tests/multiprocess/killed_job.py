@@ -18,10 +18,10 @@ from torch.optim import SGD
 from tqdm import tqdm
 
 from oktopk.train import run
+from oktopk.train.config.origins import resolve
 from oktopk.train.folder import CONFIG
 from oktopk.train.launch import Place
 from oktopk.train.loop import Trainer
-from oktopk.train.origins import resolve
 from oktopk.train.stop import Stop
 from oktopk.train.tasks import WORKLOADS, Workload
 from oktopk.train.tasks.schedules import annealed

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.metrics import StepEvent
-from oktopk.pipeline import Pipeline
-from oktopk.sinks import MemorySink
-from oktopk.steps import StepReducer
+from oktopk.engine.async_reducer import Pipeline
+from oktopk.engine.step import StepReducer
+from oktopk.metrics.events import StepEvent
+from oktopk.metrics.sinks import MemorySink
 
 BUCKETS, WIDTH, BATCH = 10, 512, 2048
 WARMUP, STEPS = 6, 12

@@ -23,7 +23,7 @@ from saving import MODEL, Crash, Disk, assert_made
 from oktopk.comm import gather_json
 from oktopk.errors import CommError
 from oktopk.tools.tables import table
-from oktopk.train.checkpoint import Checkpoints
+from oktopk.train.checkpoint.storage import Checkpoints
 
 OLD, LATER, TIMEOUT = 10, 30, 60.0
 

@@ -33,8 +33,8 @@ from training import (
 )
 
 import oktopk
-from oktopk.settings import Settings
-from oktopk.sinks import MemorySink
+from oktopk.engine.settings import Settings
+from oktopk.metrics.sinks import MemorySink
 
 CAP = 0.001
 """MB; more than one bucket of every model here, once DDP has rebuilt them."""

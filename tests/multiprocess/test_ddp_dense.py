@@ -27,12 +27,12 @@ from training import (
     weigh,
 )
 
-from oktopk import small_sums
-from oktopk.choice import TRIAL, Choice
 from oktopk.comm import GroupCommunicator, group
-from oktopk.metrics import StepEvent
-from oktopk.posted import Posted, PostedSums
-from oktopk.sinks import MemorySink
+from oktopk.engine import small_sums
+from oktopk.engine.choice import TRIAL, Choice
+from oktopk.engine.dense_allreduce import Posted, PostedSums
+from oktopk.metrics.events import StepEvent
+from oktopk.metrics.sinks import MemorySink
 
 CAP = 0.003
 """MB; more than one bucket."""

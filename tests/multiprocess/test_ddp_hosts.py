@@ -17,8 +17,9 @@ from torch import Tensor
 from training import DDP, Mass, Run, hook_up, mlp, same_bits, sgd, weigh, with_hook, with_loop, with_wrapper
 
 import oktopk
-from oktopk import CommError, memory
-from oktopk.hosts import Host
+from oktopk import CommError
+from oktopk.engine import memory
+from oktopk.engine.hosts import Host
 
 OPTIONS: dict[str, Any] = {"density": 0.05, "warmup_steps": 3, "auto": False, "timeout": 30.0}
 FRONT_ENDS = {"hook": with_hook, "wrapper": with_wrapper, "loop": with_loop}

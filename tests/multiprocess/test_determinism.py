@@ -15,7 +15,7 @@ from torch import Tensor
 from training import Run, same_bits, with_hook
 
 from oktopk import ALGORITHMS, AllReducer, Communicator, run_threads
-from oktopk.wire import VALUE_CODES
+from oktopk.wire.message import VALUE_CODES
 
 SIZES = {"a": 701, "b": 1, "c": 402, "d": 397}
 BUCKETS = [["a", "b"], ["c"], ["d"]]

@@ -20,9 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk import Aborted, CommError, CommTimeout, posted
+from oktopk import Aborted, CommError, CommTimeout
 from oktopk.comm import group
-from oktopk.steps import StepReducer
+from oktopk.engine import dense_allreduce as posted
+from oktopk.engine.step import StepReducer
 
 P, VICTIM, SURVIVORS = 3, 1, (0, 2)
 TIMEOUT, SLACK = 5.0, 30.0

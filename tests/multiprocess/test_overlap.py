@@ -10,7 +10,7 @@ from typing import Any
 import overlap_job
 import pytest
 
-from oktopk.metrics import DENSE, SPARSE
+from oktopk.metrics.events import DENSE, SPARSE
 from oktopk.tools.lab import Lab
 
 HOSTS = 2

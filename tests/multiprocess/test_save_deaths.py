@@ -13,7 +13,7 @@ import worlds
 from save_deaths import CASES, TIMEOUT, Case, deaths, prepared
 from saving import MODEL
 
-from oktopk.train.checkpoint import Checkpoints
+from oktopk.train.checkpoint.storage import Checkpoints
 
 EVERY = 12
 CHANGES = {"os.remove", "os.rename", "os.mkdir", "os.rmdir"}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.metrics import SPARSE
-from oktopk.sinks import MemorySink
+from oktopk.metrics.events import SPARSE
+from oktopk.metrics.sinks import MemorySink
 
 torch.set_num_threads(1)  # more of them may add in another order
 DDP = DistributedDataParallel

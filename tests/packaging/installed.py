@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import oktopk
-from oktopk.sinks import TensorBoardSink
+from oktopk.metrics.sinks import TensorBoardSink
 
 SECONDS = 300
 """For one command: Numba compiles the kernels when they are first used, and the machine may be busy."""

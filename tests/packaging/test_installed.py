@@ -34,7 +34,7 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Distributio
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
         licences = [name for name in archive.namelist() if name.endswith("/LICENSE")]
     assert files == sources()
-    assert {"oktopk/py.typed", "oktopk/tools/report/page.html", "oktopk/train/configs/demo.toml"} <= files
+    assert {"oktopk/py.typed", "oktopk/tools/report/html/page.html", "oktopk/train/configs/demo.toml"} <= files
     assert len(licences) == 1
 
 

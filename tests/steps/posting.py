@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import oktopk
-from oktopk.traffic import Operation
+from oktopk.metrics.traffic import Operation
 
 
 class Poster:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import oktopk
-from oktopk.metrics import StepEvent
+from oktopk.metrics.events import StepEvent
 
 T = TypeVar("T")
 Grads = dict[str, Tensor]

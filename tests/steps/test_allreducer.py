@@ -15,7 +15,7 @@ from stepping import gradients, on_ranks, record_steps, reducer_on
 
 import oktopk
 from oktopk.algorithms import OkTopk, TopkA
-from oktopk.sinks import MemorySink
+from oktopk.metrics.sinks import MemorySink
 
 ENOUGH = 10.0
 """Seconds after which somebody who should have been told is considered to hang."""

@@ -10,10 +10,11 @@ import pytest
 import stepping
 
 import oktopk
-from oktopk import choice, lanes
-from oktopk.account import Account
-from oktopk.metrics import ReductionEvent
-from oktopk.ways import Ways
+from oktopk.engine import bucket_reducer as lanes
+from oktopk.engine import choice
+from oktopk.engine.recorder import Account
+from oktopk.engine.ways import Ways
+from oktopk.metrics.events import ReductionEvent
 
 Clock = Callable[[int, int, int, str], float]
 """clock(rank, step, bucket, phase): seconds that a reduction takes."""

@@ -42,7 +42,7 @@ WORLDS = [(1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (5, 1)]
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where these ranks have their memory, and no others: tests beside this one have theirs in /dev/shm."""
-    monkeypatch.setattr("oktopk.memory._FOLDER", tmp_path)
+    monkeypatch.setattr("oktopk.engine.memory._FOLDER", tmp_path)
     return tmp_path
 
 

@@ -12,11 +12,11 @@ from posting import Poster
 from torch import Tensor
 
 import oktopk
-from oktopk.layout import Bucket
-from oktopk.settings import Settings
-from oktopk.sinks import MemorySink
-from oktopk.steps import StepReducer
-from oktopk.traffic import Operation
+from oktopk.engine.settings import Settings
+from oktopk.engine.step import StepReducer
+from oktopk.feedback.buckets import Bucket
+from oktopk.metrics.sinks import MemorySink
+from oktopk.metrics.traffic import Operation
 
 ONE, TWO = Bucket(("a",), (5,)), Bucket(("b",), (3,))
 BUCKETS = (ONE, TWO)

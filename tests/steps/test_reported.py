@@ -12,8 +12,8 @@ import torch
 from stepping import LAYOUTS, SHAPES, SIZE, SPARSE, gradients, on_ranks, reducer_on
 
 import oktopk
-from oktopk.metrics import StepEvent
-from oktopk.sinks import MemorySink
+from oktopk.metrics.events import StepEvent
+from oktopk.metrics.sinks import MemorySink
 
 ALGORITHMS = list(oktopk.ALGORITHMS)
 

@@ -11,9 +11,9 @@ from posting import Poster
 from torch import Tensor
 
 import oktopk
-from oktopk import small_sums
-from oktopk.small_sums import Race, SmallSums
-from oktopk.traffic import Operation
+from oktopk.engine import small_sums
+from oktopk.engine.small_sums import Race, SmallSums
+from oktopk.metrics.traffic import Operation
 
 OPERATION = Operation("all_reduce", "dense")
 RING, TWO, ONE = range(3)

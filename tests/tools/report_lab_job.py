@@ -16,8 +16,8 @@ from worlds import wait_until
 
 from oktopk.cli import main
 from oktopk.comm import Communicator, Metered
-from oktopk.pipeline import Pipeline
-from oktopk.traffic import Operation, Traffic
+from oktopk.engine.async_reducer import Pipeline
+from oktopk.metrics.traffic import Operation, Traffic
 from oktopk.train.tasks import WORKLOADS, Workload
 from oktopk.train.tasks.schedules import annealed
 

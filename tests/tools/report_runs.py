@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from oktopk.metrics import DENSE, SPARSE, ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
-from oktopk.sinks import JSONLSink
-from oktopk.tools.report.live import Server
-from oktopk.traffic import Operation, Traffic
+from oktopk.metrics.events import DENSE, SPARSE, ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
+from oktopk.metrics.sinks import JSONLSink
+from oktopk.metrics.traffic import Operation, Traffic
+from oktopk.tools.report.html.live import Server
 
 SIZE, K = 1000, 10
 """Entries of a bucket, and how many of them are asked for."""

@@ -14,15 +14,7 @@ import torch
 import oktopk
 from oktopk.algorithms import ALGORITHMS
 from oktopk.cli import main
-from oktopk.tools.bench.names import (
-    AUTO_DENSE,
-    CONTENDERS,
-    LINK,
-    REFERENCES,
-    BenchError,
-    warmup,
-    with_link_limits,
-)
+from oktopk.tools.bench.names import AUTO_DENSE, CONTENDERS, LINK, REFERENCES, BenchError, warmup, with_link_limits
 from oktopk.tools.bench.plan import Plan, fitting, free_memory
 
 GIB = 2.0**30
@@ -125,7 +117,7 @@ def test_numbers_that_are_none(word: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_link_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr("oktopk.cli.bench.measure", lambda plan, links: asked.append(links) or [])
+    monkeypatch.setattr("oktopk.cli.commands.bench.measure", lambda plan, links: asked.append(links) or [])
     asked: list[object] = []
     assert main(["bench", "--link", "1gbit", "--json"]) == 0
     said = capsys.readouterr().err

@@ -22,9 +22,9 @@ from oktopk.tools.doctor import CHECKS, PROBLEM, Asked, World, examine, exit_cod
 from oktopk.tools.doctor.facts import footprint
 from oktopk.tools.doctor.links import MOST, chosen_peers, links
 from oktopk.tools.doctor.mpi import mpi
-from oktopk.train.data.audio import write_samples
-from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST
-from oktopk.train.data.synth import generate
+from oktopk.train.data.speech.audio import write_samples
+from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST
+from oktopk.train.data.speech.synth import generate
 
 SECONDS = 240
 pytestmark = pytest.mark.timeout(2 * SECONDS)
@@ -259,7 +259,7 @@ def test_a_signal_ends_it_with_a_code_that_tells_which(
         os.kill(os.getpid(), number)
         raise AssertionError("nobody heeds the signal")
 
-    monkeypatch.setattr("oktopk.cli.doctor.examine", interrupted)
+    monkeypatch.setattr("oktopk.cli.commands.doctor.examine", interrupted)
     with heeded(signal.SIGINT):
         assert main(["doctor", "--out", str(tmp_path)]) == code
 

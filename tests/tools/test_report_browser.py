@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from report_runs import HOSTILE, write_run, write_steps
 
-from oktopk.tools.report import page, read, report
-from oktopk.tools.report.live import Server
+from oktopk.tools.report import read, report
+from oktopk.tools.report.html import build as page
+from oktopk.tools.report.html.live import Server
 
 playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium")

@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import BACKWARD, EXPOSED, FORWARD, SIZE, STEP, K, write_run, write_steps
 
-from oktopk.tools.report import ReportError, find, names, page, read, report
-from oktopk.tools.report.charts import charts
-from oktopk.tools.report.comparison import comparison
-from oktopk.tools.report.figures import of_run
-from oktopk.tools.report.phases import bounds
-from oktopk.tools.report.runs import Reduction, Run, Step
-from oktopk.tools.report.series import bins
-from oktopk.tools.report.times import STAGES, WORK, split
+from oktopk.tools.report import ReportError, find, names, read, report
+from oktopk.tools.report.analysis.figures import of_run
+from oktopk.tools.report.analysis.phases import bounds
+from oktopk.tools.report.analysis.runs import Reduction, Run, Step
+from oktopk.tools.report.analysis.series import bins
+from oktopk.tools.report.analysis.times import STAGES, WORK, split
+from oktopk.tools.report.html import build as page
+from oktopk.tools.report.html.charts import charts
+from oktopk.tools.report.html.comparison import comparison
 
 
 @pytest.fixture

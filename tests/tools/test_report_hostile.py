@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from report_runs import HOSTILE, write_run
 
-from oktopk.tools.report import page, read, report
+from oktopk.tools.report import read, report
+from oktopk.tools.report.html import build as page
 
 
 def shown(folder: Path, name: str = "run") -> tuple[dict[str, Any], str]:
@@ -172,7 +173,7 @@ lines = st.fixed_dictionaries(
 def test_anything_can_be_in_the_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: list[Any], plan: Any, result: Any
 ) -> None:
-    monkeypatch.setattr(import_module("oktopk.tools.report.page"), "_plotly", lambda: "")
+    monkeypatch.setattr(import_module("oktopk.tools.report.html.page"), "_plotly", lambda: "")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     (tmp_path / "result.json").write_text(json.dumps(result))

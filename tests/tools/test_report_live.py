@@ -16,7 +16,7 @@ from bench_machine import heeded
 from report_runs import served, write_run, write_steps
 
 from oktopk.cli import main
-from oktopk.tools.report.live import LOOPBACK, Server
+from oktopk.tools.report.html.live import LOOPBACK, Server
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine takes long to import torch
 

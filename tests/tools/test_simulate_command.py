@@ -9,11 +9,12 @@ import pytest
 
 from oktopk.cli import main
 from oktopk.comm import run_threads
-from oktopk.signals import Interrupted
 from oktopk.tools import simulate
-from oktopk.tools.simulate import Answer, Costs, Network, Prices, Replayed, bounds, crossings, shifts
-from oktopk.tools.simulate.costs import Step, measure
-from oktopk.tools.simulate.processes import run_all
+from oktopk.tools.simulate import Answer, Costs, Network, Prices, Replayed, bounds, crossings
+from oktopk.tools.simulate.measure import shifts
+from oktopk.tools.simulate.measure.costs import Step, measure
+from oktopk.tools.simulate.measure.processes import run_all
+from oktopk.utils.signals import Interrupted
 
 pytestmark = pytest.mark.timeout(600)  # against hanging only: a busy machine is not a bug
 WORK = Step(1e-9, 2e-9)

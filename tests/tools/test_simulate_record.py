@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from oktopk.algorithms import ALGORITHMS, Algorithm, OkTopk, Reduction, TopkA, find_algorithm
-from oktopk.channel import Channel
 from oktopk.comm import Metered, run_threads
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.tools.simulate import Network, Prices, Recorded, Scale, bounds, record, replay
-from oktopk.tools.simulate.costs import Costs, Step
-from oktopk.tools.simulate.record import Reducing, own_gradients
+from oktopk.tools.simulate import Network, Prices, Recorded, Scale, bounds
+from oktopk.tools.simulate.measure.costs import Costs, Step
 from oktopk.tools.simulate.study import Question, price, recorded_size
-from oktopk.tools.simulate.trace import CONTROL, ENCODE, SEND, parts_of
+from oktopk.tools.simulate.trace import record, replay
+from oktopk.tools.simulate.trace.format import CONTROL, ENCODE, SEND, parts_of
+from oktopk.tools.simulate.trace.record import Reducing, own_gradients
+from oktopk.wire.sparse_comm import Channel
 
 NETWORK = Network(50e-6, 1.25e9)
 DENSITY = 0.05

@@ -2,8 +2,9 @@
 
 import pytest
 
-from oktopk.tools.simulate import Network, Prices, Scale, SimulationError, Trace, replay
-from oktopk.tools.simulate.trace import CONTROL, DECODE, ENCODE, FLUSH, RECEIVE, RING, SEND
+from oktopk.tools.simulate import Network, Prices, Scale, SimulationError, Trace
+from oktopk.tools.simulate.trace import replay
+from oktopk.tools.simulate.trace.format import CONTROL, DECODE, ENCODE, FLUSH, RECEIVE, RING, SEND
 
 NETWORK = Network(latency=2.0, bandwidth=10.0)
 FREE = Prices()

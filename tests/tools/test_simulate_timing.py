@@ -8,10 +8,12 @@ import torch
 from oktopk.algorithms import ALGORITHMS, OkTopk, TopkA, find_algorithm
 from oktopk.comm import Communicator, Operation, run_threads
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.tools.simulate import Costs, Network, Prices, Scale, record, replay, timing
-from oktopk.tools.simulate.processor import Outside, ProcessorWatch
-from oktopk.tools.simulate.timing import Spent, time_ranks, time_step
-from oktopk.tools.simulate.trace import ADD
+from oktopk.tools.simulate import Costs, Network, Prices, Scale
+from oktopk.tools.simulate.measure import timing
+from oktopk.tools.simulate.measure.timing import Spent, time_ranks, time_step
+from oktopk.tools.simulate.trace import record, replay
+from oktopk.tools.simulate.trace.format import ADD
+from oktopk.tools.simulate.trace.processor import Outside, ProcessorWatch
 
 NO_NETWORK = Network(0.0, float("inf"))
 CODING = Prices(
@@ -95,7 +97,7 @@ class Slow(Communicator):
 
 def test_the_time_of_the_transport_is_apart_from_that_of_the_rank(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("oktopk.tools.simulate.processor.time", clock)
+    monkeypatch.setattr("oktopk.tools.simulate.trace.processor.time", clock)
 
     def rank(comm):
         outside, watch = Outside(Slow(comm, clock)), ProcessorWatch()

@@ -54,7 +54,7 @@ def test_the_prose_has_the_numbers_of_the_example(drawn: Any, page: str) -> None
 
 
 def test_the_columns_that_are_explained_exist(page: str) -> None:
-    from oktopk.sinks.flat import REDUCTION_COLUMNS, STEP_COLUMNS
+    from oktopk.metrics.sinks.flat import REDUCTION_COLUMNS, STEP_COLUMNS
 
     known = {*STEP_COLUMNS, *REDUCTION_COLUMNS}
     for name in (

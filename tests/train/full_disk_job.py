@@ -16,8 +16,8 @@ import torch
 from saving import MODEL, load, made, save
 
 from oktopk.comm import Communicator, run_threads
-from oktopk.train.checkpoint import Checkpoints
-from oktopk.train.snapshot import CheckpointError
+from oktopk.train.checkpoint.snapshot import CheckpointError
+from oktopk.train.checkpoint.storage import Checkpoints
 
 WORLD, ROOM = 3, 2**20
 

@@ -22,9 +22,9 @@ from torch.optim import SGD
 from oktopk.comm import Communicator, run_threads
 from oktopk.errors import Aborted
 from oktopk.train import run as module
+from oktopk.train.config.origins import resolve
 from oktopk.train.launch import Place
 from oktopk.train.loop import Trainer
-from oktopk.train.origins import resolve
 from oktopk.train.run import Outcome, train_rank
 from oktopk.train.stop import Stop
 from oktopk.train.tasks import WORKLOADS, Share, Tally, Task, Workload

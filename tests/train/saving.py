@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from oktopk.comm import run_threads
-from oktopk.train import snapshot as module
-from oktopk.train.checkpoint import Checkpoints
-from oktopk.train.snapshot import ModelIdentity, Snapshot
+from oktopk.train.checkpoint import snapshot as module
+from oktopk.train.checkpoint.snapshot import ModelIdentity, Snapshot
+from oktopk.train.checkpoint.storage import Checkpoints
 
 MODEL = ModelIdentity("toy", (("weight", (3, 2)), ("bias", (3,))))
 

@@ -11,7 +11,7 @@ import pytest
 from test_data_an4 import Corpus, pack, small_corpus, unpack
 
 from oktopk.cli import main
-from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST, read_manifest
+from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST, read_manifest
 
 pytest.importorskip("soundfile", reason="reads and writes sound files")
 

@@ -16,14 +16,14 @@ import torch
 
 from oktopk import __version__
 from oktopk.cli import dashed, main, parser
-from oktopk.cli import train as command
-from oktopk.train.config import OPTIONS
-from oktopk.train.data.audio import write_samples
-from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
-from oktopk.train.data.synth import generate
+from oktopk.cli.commands import train as command
+from oktopk.train.config.options import OPTIONS
+from oktopk.train.config.origins import Resolved, as_toml, resolve, shipped
+from oktopk.train.data.speech.audio import write_samples
+from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
+from oktopk.train.data.speech.synth import generate
 from oktopk.train.launch import Place
 from oktopk.train.models.lstman4 import SpeechLSTM, Widths
-from oktopk.train.origins import Resolved, as_toml, resolve, shipped
 from oktopk.train.run import Outcome
 from oktopk.train.tasks import WORKLOADS
 from oktopk.train.tasks.lstman4 import speech

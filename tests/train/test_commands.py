@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from oktopk.train.data.audio import write_samples
-from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
-from oktopk.train.data.synth import generate
+from oktopk.train.data.speech.audio import write_samples
+from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
+from oktopk.train.data.speech.synth import generate
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.train.config import OPTIONS, ConfigError, TrainConfig
-from oktopk.train.origins import Resolved, _options, as_toml, read_config, resolve, shipped
+from oktopk.train.config.options import OPTIONS, ConfigError, TrainConfig
+from oktopk.train.config.origins import Resolved, _options, as_toml, read_config, resolve, shipped
 from oktopk.train.run import _say_without_effect
 from oktopk.train.tasks import WORKLOADS, Clock
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oktopk.train.data.an4 import ImportSummary, import_an4
-from oktopk.train.data.audio import SAMPLE_RATE, read_samples
-from oktopk.train.data.manifest import read_manifest
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.shard import steps_per_epoch
+from oktopk.train.data.speech.an4 import ImportSummary, import_an4
+from oktopk.train.data.speech.audio import SAMPLE_RATE, read_samples
+from oktopk.train.data.speech.manifest import read_manifest
 
 Corpus = dict[str, bytes]
 
@@ -176,7 +176,7 @@ def test_a_full_disk_is_no_broken_file(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("oktopk.train.data.an4.write_samples", full)
+    monkeypatch.setattr("oktopk.train.data.speech.an4.write_samples", full)
     with pytest.raises(OSError, match="No space left"):
         import_small(small_corpus(), tmp_path)
     assert not list((tmp_path / "out").rglob("*.csv"))

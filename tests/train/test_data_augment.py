@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.train.data.augment import Augment, change_gain, change_tempo
 from oktopk.train.data.problems import DataError
+from oktopk.train.data.speech.augment import Augment, change_gain, change_tempo
 
 tempos = st.floats(0.85, 1.15)
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from oktopk.train.data.audio import inspect, read_samples, read_sound, to_float, write_samples
-from oktopk.train.data.features import features, frames_of
 from oktopk.train.data.problems import DataError
+from oktopk.train.data.speech.audio import inspect, read_samples, read_sound, to_float, write_samples
+from oktopk.train.data.speech.features import features, frames_of
 
 
 def reference(sound: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from oktopk.train.data.cifar import CLASSES, SCALE, TEST_FILE, TRAIN_FILES, import_cifar, read_cifar, write_cifar
-from oktopk.train.data.images import FolderImages, ImageFile, centre_box, random_box, read_image_folder
-from oktopk.train.data.patterns import embedded_images
-from oktopk.train.data.pictures import ImageSet, Pictures, shift_and_mirror
+from oktopk.train.data.images.cifar import (
+    CLASSES,
+    SCALE,
+    TEST_FILE,
+    TRAIN_FILES,
+    import_cifar,
+    read_cifar,
+    write_cifar,
+)
+from oktopk.train.data.images.folders import FolderImages, ImageFile, centre_box, random_box, read_image_folder
+from oktopk.train.data.images.patterns import embedded_images
+from oktopk.train.data.images.pictures import ImageSet, Pictures, shift_and_mirror
 from oktopk.train.data.problems import DataError
 
 Image = pytest.importorskip("PIL.Image", reason="reads and writes image files")

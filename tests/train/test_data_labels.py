@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.train.data.labels import BLANK, LABELS, decode, encode, greedy_decode, normalise
 from oktopk.train.data.problems import DataError
+from oktopk.train.data.speech.labels import BLANK, LABELS, decode, encode, greedy_decode, normalise
 
 words = st.lists(st.text(LABELS[1:-1], min_size=1, max_size=8), min_size=1, max_size=5)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.train.data import manifest as module
-from oktopk.train.data.manifest import read_manifest, repair, write_manifest
 from oktopk.train.data.problems import DataError
+from oktopk.train.data.speech import manifest as module
+from oktopk.train.data.speech.manifest import read_manifest, repair, write_manifest
 
 
 def put(path: Path, content: str | bytes = "x") -> Path:

@@ -10,15 +10,15 @@ import pytest
 import soundfile
 import torch
 
-from oktopk.train.data.audio import write_samples
-from oktopk.train.data.augment import Augment
-from oktopk.train.data.features import features
-from oktopk.train.data.labels import decode
-from oktopk.train.data.manifest import write_manifest
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.shard import Sharding
-from oktopk.train.data.speech import SpeechDataset, collate
-from oktopk.train.data.synth import Corpus, generate
+from oktopk.train.data.speech.audio import write_samples
+from oktopk.train.data.speech.augment import Augment
+from oktopk.train.data.speech.dataset import SpeechDataset, collate
+from oktopk.train.data.speech.features import features
+from oktopk.train.data.speech.labels import decode
+from oktopk.train.data.speech.manifest import write_manifest
+from oktopk.train.data.speech.synth import Corpus, generate
 
 
 @pytest.fixture(scope="module")

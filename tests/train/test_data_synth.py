@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oktopk.train.data import synth
-from oktopk.train.data.audio import to_float
-from oktopk.train.data.features import features
-from oktopk.train.data.labels import encode
-from oktopk.train.data.synth import Corpus, Speaker, embedded_speech, generate, speak
+from oktopk.train.data.speech import synth
+from oktopk.train.data.speech.audio import to_float
+from oktopk.train.data.speech.features import features
+from oktopk.train.data.speech.labels import encode
+from oktopk.train.data.speech.synth import Corpus, Speaker, embedded_speech, generate, speak
 
 
 @pytest.fixture(scope="module")

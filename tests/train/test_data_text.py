@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk.train.data import sentences, words
 from oktopk.train.data.problems import DataError
-from oktopk.train.data.prose import embedded_prose
-from oktopk.train.data.sentences import LENGTH, SPECIAL, Pairs, WordPieces, embedded_documents, read_documents
-from oktopk.train.data.words import IGNORED, STRETCH, Columns, Stretches, Vocabulary, embedded_text, read_text
+from oktopk.train.data.text import sentences, words
+from oktopk.train.data.text.prose import embedded_prose
+from oktopk.train.data.text.sentences import LENGTH, SPECIAL, Pairs, WordPieces, embedded_documents, read_documents
+from oktopk.train.data.text.words import IGNORED, STRETCH, Columns, Stretches, Vocabulary, embedded_text, read_text
 
 DATA = Path(os.environ.get("OKTOPK_DATA", Path(__file__).parents[3] / "shared" / "data"))
 BERT_VOCABULARY = DATA / "bert-base-uncased-vocab.txt"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from oktopk.train import launch
-from oktopk.train.config import ConfigError
+from oktopk.train.config.options import ConfigError
 from oktopk.train.launch import (
     Place,
     _first_host,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from runs import BATCH, Batch, Recipe, Regression, Runs, buffers
 
+from oktopk.train.checkpoint.replicas import ReplicaError
 from oktopk.train.figures import MEASURED, EpochFigures, Phases, RankEpoch, StepFigures
-from oktopk.train.replicas import ReplicaError
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.train.plan import Plan
+from oktopk.train.config.plan import Plan
 
 
 def plan(**changes: Any) -> Plan:

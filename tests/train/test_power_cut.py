@@ -12,7 +12,7 @@ from power import Choice, Cut, LossyDisk, by_chance, content_without_names, name
 from saving import MODEL, assert_made
 
 from oktopk.comm import run_threads
-from oktopk.train.checkpoint import Checkpoints
+from oktopk.train.checkpoint.storage import Checkpoints
 from oktopk.train.folder import RunFolder
 
 PLACE = Path("runs") / "one"

@@ -13,10 +13,10 @@ import torch
 from runs import BATCH, Batch, Ran, Recipe, Regression, Runs, assert_same, parameters, timeless
 
 from oktopk.train import run as module
-from oktopk.train import snapshot
-from oktopk.train.config import ConfigError
-from oktopk.train.replicas import checksum
-from oktopk.train.snapshot import CheckpointError
+from oktopk.train.checkpoint import snapshot
+from oktopk.train.checkpoint.replicas import checksum
+from oktopk.train.checkpoint.snapshot import CheckpointError
+from oktopk.train.config.options import ConfigError
 
 Hook = Callable[[Regression, Batch], None]
 

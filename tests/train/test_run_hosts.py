@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import BATCH, Batch, Recipe, Regression, Runs, assert_same, parameters, timeless
 
-from oktopk.train.plan import Plan
+from oktopk.train.config.plan import Plan
 
 OPTIONS: dict[str, Any] = {"max_epochs": 3, "warmup_steps": 4, "density": 0.2, "compressor": "oktopk"}
 

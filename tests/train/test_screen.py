@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from oktopk.train.config.plan import Plan
 from oktopk.train.figures import MEASURED, SECONDS, EpochFigures, Phases, RankEpoch, StepFigures
-from oktopk.train.plan import Plan
 from oktopk.train.screen import phase_line, say_epoch, say_transition, say_validation, summary_table
 
 DENSE = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from oktopk.cli import main
-from oktopk.cli.sweep import text
+from oktopk.cli.commands.sweep import text
 from oktopk.tools import sweep
 from oktopk.tools.sweep import FAILED, FINISHED, INTERRUPTED, NOT_BEGUN, Run, do_all, plan, report
 

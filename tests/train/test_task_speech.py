@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oktopk.train.data import speech as speech_data
-from oktopk.train.data.audio import SAMPLE_RATE, write_samples
-from oktopk.train.data.augment import Augment
-from oktopk.train.data.features import features
-from oktopk.train.data.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
 from oktopk.train.data.problems import DataError
-from oktopk.train.data.speech import Recording, SpeechDataset, collate
-from oktopk.train.data.synth import Corpus, generate
+from oktopk.train.data.speech import dataset as speech_data
+from oktopk.train.data.speech.audio import SAMPLE_RATE, write_samples
+from oktopk.train.data.speech.augment import Augment
+from oktopk.train.data.speech.dataset import Recording, SpeechDataset, collate
+from oktopk.train.data.speech.features import features
+from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
+from oktopk.train.data.speech.synth import Corpus, generate
 from oktopk.train.models.lstman4 import SpeechLSTM, Widths
 from oktopk.train.tasks import Share, Source, Tally
 from oktopk.train.tasks.lstman4 import Speech, errors, speech, steps_needed

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oktopk.train.data.cifar import SCALE, write_cifar
-from oktopk.train.data.patterns import embedded_images
-from oktopk.train.data.pictures import ImageBatch, Pictures
+from oktopk.train.data.images.cifar import SCALE, write_cifar
+from oktopk.train.data.images.patterns import embedded_images
+from oktopk.train.data.images.pictures import ImageBatch, Pictures
 from oktopk.train.data.problems import DataError
 from oktopk.train.models.imagenet import alexnet, resnet50
 from oktopk.train.tasks import WORKLOADS, Clock, Share, Source, imagenet

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oktopk.train.data.problems import DataError
-from oktopk.train.data.words import STRETCH, read_text
+from oktopk.train.data.text.words import STRETCH, read_text
 from oktopk.train.models.bert import bert_tiny
 from oktopk.train.models.ptb import Size, WordLSTM
 from oktopk.train.tasks import WORKLOADS, Clock, Share, Source, Tally, Task

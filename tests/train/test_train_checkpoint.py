@@ -25,9 +25,9 @@ from torch import nn
 
 import oktopk
 from oktopk.comm import Communicator, run_threads
-from oktopk.train import snapshot as module
-from oktopk.train.checkpoint import Checkpoints
-from oktopk.train.snapshot import FORMAT, MANIFEST, CheckpointError, ModelIdentity, Snapshot
+from oktopk.train.checkpoint import snapshot as module
+from oktopk.train.checkpoint.snapshot import FORMAT, MANIFEST, CheckpointError, ModelIdentity, Snapshot
+from oktopk.train.checkpoint.storage import Checkpoints
 
 
 @pytest.fixture(autouse=True)

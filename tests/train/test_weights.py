@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.comm import run_threads
-from oktopk.train.checkpoint import Checkpoints
-from oktopk.train.config import ConfigError
+from oktopk.train.checkpoint.snapshot import CheckpointError, ModelIdentity, Snapshot
+from oktopk.train.checkpoint.storage import Checkpoints
+from oktopk.train.checkpoint.weights import load_weights
+from oktopk.train.config.options import ConfigError
 from oktopk.train.models.lstman4 import SpeechLSTM, Widths
-from oktopk.train.snapshot import CheckpointError, ModelIdentity, Snapshot
-from oktopk.train.weights import load_weights
 
 
 def tiny() -> SpeechLSTM:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from oktopk.comm import Communicator, run_threads
+from oktopk.train.config.origins import resolve
 from oktopk.train.launch import Place
-from oktopk.train.origins import resolve
 from oktopk.train.run import Outcome, train_rank
 from oktopk.train.stop import Stop
 from oktopk.train.tasks import WORKLOADS

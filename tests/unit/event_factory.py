@@ -11,8 +11,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from oktopk.metrics import DENSE, SPARSE, ReductionEvent, Seconds, Span, StepEvent, Volume, Wire, combine
-from oktopk.sinks import CSVSink, JSONLSink, Sink, TraceSink
+from oktopk.metrics.events import DENSE, SPARSE, ReductionEvent, Seconds, Span, StepEvent, Volume, Wire, combine
+from oktopk.metrics.sinks import CSVSink, JSONLSink, Sink, TraceSink
 
 FILES: dict[str, Callable[[Path], Sink]] = {
     "jsonl": JSONLSink,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from oktopk.feedback import Feedback
-from oktopk.layout import Bucket
+from oktopk.feedback.buckets import Bucket
+from oktopk.feedback.residuals import Feedback
 
 SIZES = {"a": 3, "b": 5000, "c": 1, "d": 0, "e": 70_001}
 

@@ -13,11 +13,11 @@ from event_factory import FILES, lines, reduction, step, steps, strict, table
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.metrics import SPARSE, StepEvent
-from oktopk.sinks import CSVSink, JSONLSink, Sink, flat_reduction, flat_step
-from oktopk.sinks.csvfile import COLUMNS
-from oktopk.sinks.flat import flat_traffic
-from oktopk.traffic import Operation, Traffic
+from oktopk.metrics.events import SPARSE, StepEvent
+from oktopk.metrics.sinks import CSVSink, JSONLSink, Sink, flat_reduction, flat_step
+from oktopk.metrics.sinks.csvfile import COLUMNS
+from oktopk.metrics.sinks.flat import flat_traffic
+from oktopk.metrics.traffic import Operation, Traffic
 
 each_file = pytest.mark.parametrize("make", FILES.values(), ids=FILES.keys())
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from oktopk import AllReducer, run_threads
-from oktopk.accumulator import Accumulator
-from oktopk.joined import Joined
+from oktopk.feedback.accumulator import Accumulator
+from oktopk.feedback.joined import Joined
 from oktopk.kernels import Picked
-from oktopk.sparse import SparseVector
+from oktopk.wire.sparse_vector import SparseVector
 
 SIZES = [[7], [40, 33], [1, 0, 100], [64, 5, 31, 300]]
 

@@ -7,7 +7,7 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.layout import Bucket, cut
+from oktopk.feedback.buckets import Bucket, cut
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.metrics import DENSE, SPARSE, ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
+from oktopk.metrics.events import DENSE, SPARSE, ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
 
 LSTMAN4 = 27_569_568
 counts = st.integers(0, 2**40)

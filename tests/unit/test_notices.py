@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from oktopk.comm import notices
-from oktopk.comm.notices import Loss, Notices
+from oktopk.comm import failure_board as notices
+from oktopk.comm.failure_board import Loss, Notices
 
 P = 4
 

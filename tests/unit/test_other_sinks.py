@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oktopk.errors import OkTopkError
-from oktopk.metrics import DENSE, SPARSE, StepEvent, Volume
-from oktopk.sinks import MemorySink, Sink, TensorBoardSink, TrainerLists, flat_step
+from oktopk.metrics.events import DENSE, SPARSE, StepEvent, Volume
+from oktopk.metrics.sinks import MemorySink, Sink, TensorBoardSink, TrainerLists, flat_step
 
 # All sinks.
 

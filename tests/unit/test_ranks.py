@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from oktopk.ranks import Process, local_world, started
+from oktopk.utils.processes import Process, local_world, started
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(300)"]
 PATIENCE = 100

@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk.accumulator import Accumulator
-from oktopk.kernels import SLOPE_STEP, SMALLEST, Backend, backend, reference
-from oktopk.selection import (
+from oktopk.algorithms.selection import (
     Chosen,
     TrackedSelection,
     Tracker,
@@ -26,7 +24,9 @@ from oktopk.selection import (
     select_gaussian,
     target_count,
 )
-from oktopk.sparse import SparseVector
+from oktopk.feedback.accumulator import Accumulator
+from oktopk.kernels import SLOPE_STEP, SMALLEST, Backend, backend, reference
+from oktopk.wire.sparse_vector import SparseVector
 
 INF = math.inf
 BACKENDS = [backend(torch.empty(0)), reference]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk.sparse import SparseVector, all_finite, sum_in_region
+from oktopk.wire.sparse_vector import SparseVector, all_finite, sum_in_region
 
 SIZES = [0, 1, 31, 32, 33, 97]
 sizes = st.one_of(st.sampled_from(SIZES), st.integers(0, 200))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from oktopk.stopwatch import Stopwatch
+from oktopk.metrics.stopwatch import Stopwatch
 
 
 def test_spans_are_noted_in_the_order_they_end():

@@ -12,8 +12,8 @@ from event_factory import reduction, step, strict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk.metrics import Span
-from oktopk.sinks import TraceSink, merge_traces
+from oktopk.metrics.events import Span
+from oktopk.metrics.sinks import TraceSink, merge_traces
 
 
 def slices(events: list[Any], kind: str) -> list[Any]:

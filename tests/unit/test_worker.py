@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from oktopk.worker import Worker
+from oktopk.engine.worker import Worker
 
 
 def failing() -> None:
@@ -60,7 +60,7 @@ def test_an_error_in_the_report_is_raised_with_the_first_one_as_its_context() ->
 
 
 def test_a_worker_that_is_stuck_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oktopk.worker._FAREWELL_SECONDS", 0.05)
+    monkeypatch.setattr("oktopk.engine.worker._FAREWELL_SECONDS", 0.05)
     go_on = threading.Event()
     worker = Worker("test worker", lambda error: None)
     worker.submit(lambda: go_on.wait(60) and None)
@@ -169,7 +169,7 @@ def test_a_job_that_ends_well_does_not_make_up_for_an_interrupt(
 
 def test_a_worker_that_is_stuck_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what it waits for, after some patience: its job fails, and nobody is left."""
-    monkeypatch.setattr("oktopk.worker._FAREWELL_SECONDS", 0.5)
+    monkeypatch.setattr("oktopk.engine.worker._FAREWELL_SECONDS", 0.5)
     go_on = threading.Event()
     worker = Worker("test worker", lambda error: None, go_on.set)
     worker.submit(lambda: go_on.wait(60) and None)
@@ -187,7 +187,7 @@ def test_a_worker_that_ends_by_itself_is_not_woken() -> None:
 
 def test_a_forgotten_worker_comes_to_its_end_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it waits for may be somebody else's."""
-    monkeypatch.setattr("oktopk.worker._EXIT_SECONDS", 0.05)
+    monkeypatch.setattr("oktopk.engine.worker._EXIT_SECONDS", 0.05)
     begun, go_on, woken, done = threading.Event(), threading.Event(), [], []
 
     def slow() -> None:

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..accumulator import Accumulator
-from ..channel import Channel
-from ..sparse import SparseVector, all_finite, sum_in_region
+from ..feedback.accumulator import Accumulator
+from ..wire.sparse_comm import Channel
+from ..wire.sparse_vector import SparseVector, all_finite, sum_in_region
 
 
 @dataclass(frozen=True)

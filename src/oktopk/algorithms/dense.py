@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..accumulator import Accumulator
-from ..channel import Channel
-from ..sparse import all_finite
+from ..feedback.accumulator import Accumulator
+from ..wire.sparse_comm import Channel
+from ..wire.sparse_vector import all_finite
 from .base import Algorithm, Reduction, skip
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..accumulator import Accumulator
-from ..channel import Channel
-from ..selection import select_gaussian
+from ..feedback.accumulator import Accumulator
+from ..wire.sparse_comm import Channel
 from .base import Algorithm, Reduction
+from .selection import select_gaussian
 from .topka import gather_all
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..accumulator import Accumulator
-from ..channel import Channel
-from ..selection import select_exact
-from ..sparse import all_finite, sum_in_region
+from ..feedback.accumulator import Accumulator
+from ..wire.sparse_comm import Channel
+from ..wire.sparse_vector import all_finite, sum_in_region
 from .base import Algorithm, Reduction, rounding_error, skip
+from .selection import select_exact
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from .. import wire
-from ..accumulator import Accumulator
-from ..channel import Channel
 from ..comm import Communicator
+from ..feedback.accumulator import Accumulator
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
-from ..selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
-from ..sparse import SparseVector
+from ..wire import message as wire
+from ..wire.sparse_comm import Channel
+from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, equal_regions, foreign_state, rounding_error, skip, split_and_reduce
+from .selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
 
 _FEW = 4096
 """Candidates for the global threshold that are cheaper to gather than to count in histograms of 16 kB each."""

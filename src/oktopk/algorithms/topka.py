@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from .. import wire
-from ..accumulator import Accumulator
-from ..channel import Channel
-from ..selection import Chosen, select_exact
+from ..feedback.accumulator import Accumulator
+from ..wire import message as wire
+from ..wire.sparse_comm import Channel
 from .base import Algorithm, Reduction, skip
+from .selection import Chosen, select_exact
 
 LARGEST = 0.999 * torch.finfo(torch.float32).max
 """Where a mean of gathered values begins to be in danger of rounding to infinity."""

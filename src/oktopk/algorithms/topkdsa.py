@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from .. import wire
-from ..accumulator import Accumulator
-from ..channel import Channel
+from ..feedback.accumulator import Accumulator
 from ..kernels import index_dtype
-from ..selection import select_exact
-from ..sparse import SparseVector
+from ..wire import message as wire
+from ..wire.sparse_comm import Channel
+from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
+from .selection import select_exact
 
 
 @dataclass(frozen=True)

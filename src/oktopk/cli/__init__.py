@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from oktopk import __version__
-from oktopk.extras import how_to_install
+from oktopk.utils.extras import how_to_install
 
 COMMANDS = {
     "train": "train a network, and write down what happened",

@@ -1,12 +1,12 @@
-"""The trainer's options as arguments of a command, each said once in oktopk.train.config."""
+"""The trainer's options as arguments of a command, each said once in oktopk.train.config.options."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from oktopk.train.config import OPTIONS, switch
-from oktopk.train.origins import shipped
+from oktopk.train.config.options import OPTIONS, switch
+from oktopk.train.config.origins import shipped
 
 _METAVARS = {"int": "N", "float": "X", "str": "NAME", "Path": "PATH", "switch": "True|False"}
 

@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 
 from ..errors import CommError
-from ..traffic import Operation, Traffic, total
+from ..metrics.traffic import Operation, Traffic, total
 from .agreement import agree, gather_json
 from .base import DEFAULT_TIMEOUT, Communicator, Pending, pack, packed_bytes, unpack
 from .group import GroupCommunicator

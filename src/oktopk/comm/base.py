@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, WireError
-from ..traffic import Operation
-from .seal import seal, sealed_bytes, unseal
+from ..metrics.traffic import Operation
+from .control import seal, sealed_bytes, unseal
 
 DEFAULT_TIMEOUT = 300.0
 LENGTH = struct.Struct("<Q")

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from ..errors import Aborted, CommError, CommTimeout, OkTopkError
-from ..traffic import Operation
+from ..metrics.traffic import Operation
 from .base import DEFAULT_TIMEOUT, ROOM, Communicator, interrupted, listed, seconds_until, trim
-from .cutting import AT_ONCE, cut
-from .meeting import MEETING, connect_all, tcp_allowed
-from .mesh import Closed, Mesh
-from .notices import Notices
+from .failure_board import Notices
+from .gloo_abort import AT_ONCE, cut
+from .tcp.mesh import Closed, Mesh
+from .tcp.rendezvous import MEETING, connect_all, tcp_allowed
 from .unhurried import unhurried
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from torch import Tensor
 
-from ..stopwatch import Stopwatch
-from ..traffic import Operation, Tally, Traffic, ring, total
+from ..metrics.stopwatch import Stopwatch
+from ..metrics.traffic import Operation, Tally, Traffic, ring, total
 from .base import Communicator, Pending
 from .wrapped import Wrapped
 

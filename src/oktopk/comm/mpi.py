@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommError, CommTimeout
-from ..traffic import Operation
+from ..metrics.traffic import Operation
 from .base import DEFAULT_TIMEOUT, Communicator, listed, seconds_until, trim
 
 _give_way = getattr(os, "sched_yield", lambda: time.sleep(0))

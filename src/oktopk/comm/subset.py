@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..traffic import Operation
+from ..metrics.traffic import Operation
 from .base import Communicator, Pending
-from .seal import seal, sealed_bytes, unseal
+from .control import seal, sealed_bytes, unseal
 from .wrapped import Wrapped
 
 

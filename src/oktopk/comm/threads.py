@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Aborted, CommError, CommTimeout
-from ..traffic import Operation
+from ..metrics.traffic import Operation
 from .base import DEFAULT_TIMEOUT, Communicator, interrupted, seconds_until, trim
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from ..traffic import Operation
+from ..metrics.traffic import Operation
 from .base import Communicator
 
 

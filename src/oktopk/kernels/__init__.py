@@ -45,8 +45,8 @@ class Backend(Protocol):
 
 
 try:
-    from . import coding_cpu as codes
     from . import cpu
+    from .cpu import coding as codes
 except ImportError:  # Numba has no build for this platform: the torch kernels and NumPy codes do the same, slower
     codes = coding  # type: ignore[misc]
     _cpu: Backend = reference

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 from .pieces import put_in_turn, select_in_turn
-from .types import (
-    BIN_BITS,
-    SAMPLE,
-    SAMPLE_BLOCK,
-    SLOPE_STEP,
-    Picked,
-    index_dtype,
-    sample_positions,
-    sample_rank,
-)
+from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
 
 _BLOCK = 1 << 18
 

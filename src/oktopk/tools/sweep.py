@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oktopk.files import write_atomically
-from oktopk.signals import ask_to_end, passing_on
+from oktopk.utils.files import write_atomically
+from oktopk.utils.signals import ask_to_end, passing_on
 
 DENSE = "dense"
 CONFIG, RESULT = "config.toml", "result.json"

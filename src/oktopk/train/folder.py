@@ -22,14 +22,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from oktopk.files import appearing, make_folder, remove_drafts, write_atomically
-from oktopk.metrics import MetricsSink
-from oktopk.sinks import JSONLSink, TensorBoardSink
-from oktopk.sinks.flat import Row, finite
+from oktopk.metrics.events import MetricsSink
+from oktopk.metrics.sinks import JSONLSink, TensorBoardSink
+from oktopk.metrics.sinks.flat import Row, finite
+from oktopk.utils.files import appearing, make_folder, remove_drafts, write_atomically
 
-from .config import ConfigError, TrainConfig
+from .config.options import ConfigError, TrainConfig
+from .config.origins import Resolved, as_toml
 from .figures import StepFigures
-from .origins import Resolved, as_toml
 
 CONFIG, PLAN, RESULT, CHECKPOINTS = "config.toml", "plan.json", "result.json", "checkpoints"
 METRICS, TIMING = "metrics.jsonl", "timing.csv"

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from oktopk.comm import Communicator, GroupCommunicator, MPICommunicator, alone
-from oktopk.ranks import Process, local_world, started
+from oktopk.utils.processes import Process, local_world, started
 
-from .config import ConfigError
+from .config.options import ConfigError
 from .together import is_raised_by_all
 
 log = logging.getLogger(__name__)

@@ -17,19 +17,19 @@ from torch.nn.utils import clip_grad_norm_
 
 from oktopk import DistributedOptimizer
 from oktopk.comm import Communicator, gather_json
-from oktopk.metrics import SPARSE, StepEvent
-from oktopk.sinks import flat_step
+from oktopk.metrics.events import SPARSE, StepEvent
+from oktopk.metrics.sinks import flat_step
 
-from .checkpoint import Checkpoints
-from .config import TrainConfig
+from .checkpoint.replicas import Buffers, average_buffers, check_replicas
+from .checkpoint.snapshot import Snapshot
+from .checkpoint.state import as_state_of_a_run, restore, state_of
+from .checkpoint.storage import Checkpoints
+from .config.options import TrainConfig
+from .config.plan import Plan
 from .figures import EpochFigures, Phases, RankEpoch, StepFigures
 from .folder import RunFolder
-from .plan import Plan
 from .prefetch import prefetched
-from .replicas import Buffers, average_buffers, check_replicas
 from .screen import Bar, say_epoch, say_transition, say_validation
-from .snapshot import Snapshot
-from .state import as_state_of_a_run, restore, state_of
 from .stop import Stop
 from .tasks import Clock, Task
 

@@ -17,20 +17,20 @@ from oktopk import DistributedOptimizer
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import Communicator, agree, gather_json
 
-from .checkpoint import Checkpoints
-from .config import ConfigError, TrainConfig
+from .checkpoint.snapshot import CheckpointError, ModelIdentity
+from .checkpoint.storage import Checkpoints
+from .checkpoint.weights import load_weights
+from .config.options import ConfigError, TrainConfig
+from .config.origins import COMMAND_LINE, ENVIRONMENT, Resolved, as_toml
+from .config.plan import Plan
 from .data.problems import DataError
 from .folder import RunFolder, check_unused, new_name
 from .launch import Place, joined
 from .loop import Trainer
-from .origins import COMMAND_LINE, ENVIRONMENT, Resolved, as_toml
-from .plan import Plan
 from .screen import say_start, summary_table
-from .snapshot import CheckpointError, ModelIdentity
 from .stop import Stop
 from .tasks import Share, Source, Task
 from .together import raised_by_all
-from .weights import load_weights
 
 log = logging.getLogger(__name__)
 

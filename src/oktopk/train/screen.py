@@ -10,11 +10,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from oktopk.metrics import StepEvent
+from oktopk.metrics.events import StepEvent
 
+from .config.origins import Resolved
+from .config.plan import Plan
 from .figures import EpochFigures, Phases, StepFigures
-from .origins import Resolved
-from .plan import Plan
 from .tasks import Task
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from oktopk.ddp import OkTopkState
-from oktopk.sinks import MemorySink
+from oktopk.frontends.ddp import OkTopkState
+from oktopk.metrics.sinks import MemorySink
 
 from .limits import LinkLimit, MemoryLimit
 from .names import AUTO_DENSE, BACKWARD, BF16, DDP, FP16, MEMORY, POWERSGD, limited, ours

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import IO
 
-from oktopk.ranks import Process, local_world, started
-from oktopk.signals import Interrupted
 from oktopk.tools.lab import JobFailed, JobTimeout, Lab, RankResult
+from oktopk.utils.processes import Process, local_world, started
+from oktopk.utils.signals import Interrupted
 
 from .figures import Record
 from .plan import Plan

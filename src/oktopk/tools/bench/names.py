@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.choice import TRIAL
+from oktopk.engine.choice import TRIAL
+from oktopk.engine.settings import Settings
 from oktopk.errors import OkTopkError
-from oktopk.settings import Settings
-from oktopk.wire import VALUE_CODES
+from oktopk.wire.message import VALUE_CODES
 
 BACKWARD, DDP, FP16, BF16, POWERSGD = "backward", "ddp", "ddp-fp16", "ddp-bf16", "powersgd"
 MEMORY, LINK = "limit-memory", "limit-link"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oktopk.files import appearing
+from oktopk.utils.files import appearing
 
 from .figures import Record, is_limit
 from .names import BACKWARD, ours

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from oktopk.wire import VALUE_CODES
+from oktopk.wire.message import VALUE_CODES
 
 from .names import BF16, FP16, MEMORY, POWERSGD, REFERENCES, BenchError, check_name, limited, ours
 from .workloads import MODELS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from oktopk.metrics import StepEvent
+from oktopk.metrics.events import StepEvent
 
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 

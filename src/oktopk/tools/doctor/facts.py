@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import oktopk
-from oktopk.extras import packages
 from oktopk.tools.cores import own_cores
+from oktopk.utils.extras import packages
 
 from .findings import Unknown, looked_into
 from .kernels import kernels

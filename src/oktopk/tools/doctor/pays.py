@@ -12,8 +12,8 @@ from torch import Tensor
 
 from oktopk.collective import sparse_allreduce
 from oktopk.comm import Communicator, Metered, gather_json
+from oktopk.metrics.traffic import total
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.traffic import total
 
 PHASE = "doctor"
 DENSE = "dense"

@@ -7,9 +7,9 @@ page(document)                one HTML file that needs nothing else
 
 from __future__ import annotations
 
-from .figures import report
-from .live import serve
-from .page import page
-from .runs import ReportError, find, names, read
+from .analysis.figures import report
+from .analysis.runs import ReportError, find, names, read
+from .html.live import serve
+from .html.page import page
 
 __all__ = ["ReportError", "find", "names", "page", "read", "report", "serve"]

@@ -8,17 +8,17 @@ replay.py     a discrete-event replay of the messages on network.py
 study.py      all algorithms on all numbers of ranks     crossings.py   who overtakes whom, and the bounds
 """
 
-from .calibrate import calibrate_lab, calibrate_loopback, in_lab
-from .costs import Costs, measure
 from .crossings import Bounds, Crossing, bounds, crossings
 from .figure import draw
+from .measure.calibrate import calibrate_lab, calibrate_loopback, in_lab
+from .measure.costs import Costs, measure
 from .network import Network, SimulationError, parse_network
-from .record import Recording, record
-from .replay import Prices, Replayed, replay
 from .report import GIVEN, HALF_GIVEN, report, text
-from .sizes import Scale
 from .study import Answer, Question, simulate
-from .trace import Recorded, Trace
+from .trace.format import Recorded, Trace
+from .trace.record import Recording, record
+from .trace.replay import Prices, Replayed, replay
+from .trace.sizes import Scale
 
 __all__ = [
     "GIVEN",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 
-from oktopk.bounds import least_words, oktopk_words, ring_words
+from oktopk.algorithms.volume import least_words, oktopk_words, ring_words
 
 from .study import Answer
 

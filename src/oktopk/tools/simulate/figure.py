@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from oktopk.files import appearing
+from oktopk.utils.files import appearing
 
 from .crossings import bounds
 from .study import Answer, Question

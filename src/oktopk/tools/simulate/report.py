@@ -8,8 +8,8 @@ from typing import Any
 
 from oktopk.tools.tables import table
 
-from .costs import Costs
 from .crossings import bounds, crossings
+from .measure.costs import Costs
 from .study import Answer, Question
 
 GIVEN, HALF_GIVEN = "given", "overhead measured"

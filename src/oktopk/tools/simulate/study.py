@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 from oktopk.algorithms import Algorithm, find_algorithm
 from oktopk.tools.bench.gradients import Gradients
 
-from .costs import Costs
+from .measure.costs import Costs
 from .network import Network
-from .record import Recording, record
-from .replay import Replayed, replay
-from .sizes import Scale
-from .trace import DECODE, Trace
+from .trace.format import DECODE, Trace
+from .trace.record import Recording, record
+from .trace.replay import Replayed, replay
+from .trace.sizes import Scale
 
 _ENTRIES, _ENTRIES_PER_REGION = 4100, 24
 """The least k to record. With fewer than about 4096 / P candidates, Ok-Topk finds its threshold in another way;

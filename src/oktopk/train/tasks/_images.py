@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.pictures import ImageBatch, ImageSet, Scale
+from ..data.images.pictures import ImageBatch, ImageSet, Scale
 from ..data.shard import Sharding, validation_batches
 from .base import Share, Source, Tally, Task
 

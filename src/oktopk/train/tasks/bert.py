@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from ..data.sentences import PairBatch, Pairs, embedded_documents, read_documents
 from ..data.shard import Sharding, validation_batches
-from ..data.words import IGNORED
+from ..data.text.sentences import PairBatch, Pairs, embedded_documents, read_documents
+from ..data.text.words import IGNORED
 from ..models.bert import bert_base, bert_tiny
 from .base import Share, Source, Tally, Task, Workload
 from .schedules import linear

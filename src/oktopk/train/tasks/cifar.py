@@ -8,8 +8,8 @@ from functools import partial
 from torch import nn
 from torch.optim import SGD
 
-from ..data.cifar import SCALE, read_cifar
-from ..data.patterns import embedded_images
+from ..data.images.cifar import SCALE, read_cifar
+from ..data.images.patterns import embedded_images
 from ..models.cifar import resnet20, resnet56, resnet110, vgg16
 from ._images import ImageData, ImageTask
 from .base import Share, Source, Workload

@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import nn
 from torch.optim import SGD
 
-from ..data.images import read_image_folder
-from ..data.patterns import embedded_images
-from ..data.pictures import Scale
+from ..data.images.folders import read_image_folder
+from ..data.images.patterns import embedded_images
+from ..data.images.pictures import Scale
 from ..data.problems import DataError
 from ..models.imagenet import CLASSES, alexnet, resnet50
 from ._images import ImageData, ImageTask

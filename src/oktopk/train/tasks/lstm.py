@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from ..data.problems import DataError
-from ..data.words import END, IGNORED, Columns, Stretches, Window, embedded_text, read_text
+from ..data.text.words import END, IGNORED, Columns, Stretches, Window, embedded_text, read_text
 from ..models.ptb import State, WordLSTM, lstm, lstm_small
 from .base import Share, Source, Tally, Task, Workload
 from .schedules import tenth_at

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from ..data.audio import SAMPLE_RATE
-from ..data.augment import Augment
-from ..data.features import frames_of
-from ..data.labels import BLANK, encode, greedy_decode
-from ..data.manifest import TRAIN_MANIFEST, VAL_MANIFEST
 from ..data.problems import DataError, Problem, listing
 from ..data.shard import Sharding, validation_batches
-from ..data.speech import Recording, SpeechBatch, SpeechDataset, collate
+from ..data.speech.audio import SAMPLE_RATE
+from ..data.speech.augment import Augment
+from ..data.speech.dataset import Recording, SpeechBatch, SpeechDataset, collate
+from ..data.speech.features import frames_of
+from ..data.speech.labels import BLANK, encode, greedy_decode
+from ..data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST
 from ..models.lstman4 import SpeechLSTM, lstman4, lstman4_small
 from .base import Share, Source, Tally, Task, Workload
 from .schedules import annealed

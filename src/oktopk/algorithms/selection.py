@@ -1,0 +1,182 @@
+"""Which entries go out: exact top-k, a tracked threshold, or a Gaussian fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+from ..feedback.accumulator import Accumulator
+from ..kernels import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of
+from ..wire.sparse_vector import SparseVector
+
+LOW, HIGH = 0.8, 1.25
+"""A tracked selection has LOW·k to HIGH·k entries; outside of that the threshold is evaluated exactly."""
+
+MARGIN = 1.25
+"""How many times k the pass over memory aims at, so that the k wanted are among what it finds."""
+
+ROOM, MORE = 4, 16
+"""How many times k there is room for in that pass, and up to how many a second one makes room."""
+
+BINS = 64
+"""Bins of magnitude looked at on either side of a threshold: a quarter of an octave, about 20 %."""
+
+
+def target_count(size: int, density: float) -> int:
+    """k: how many of `size` entries a density stands for; at least one, unless there are none."""
+    return min(size, max(1, math.floor(size * density)))
+
+
+def hard_cap(k: int) -> int:
+    return max(k, math.floor(HIGH * k))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The outcome of a local selection; when not finite, nothing may be sent and nothing kept."""
+
+    vector: SparseVector
+    threshold: float
+    finite: bool = True
+    exact: bool = False
+    """The threshold was evaluated over all entries: these are the top k."""
+
+
+def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
+    """Exactly the k entries of largest magnitude (fewer if fewer are non-zero); the lowest index wins a tie.
+
+    `picked` is what an earlier pass found: if it has all of the top k, no further pass is needed.
+    """
+    if not picked.finite:
+        return Chosen(SparseVector.empty(acc.size, acc.device), 0.0, finite=False)
+    if k == acc.size:
+        return Chosen(acc.vector(acc.select(0.0, k)), 0.0, exact=True)
+    if picked.complete and picked.count >= k:
+        top, _ = acc.vector(picked).largest(k)
+        return Chosen(top, float(top.values.abs().min()), exact=True)
+    threshold = max(SMALLEST, acc.kth_magnitude(k))
+    picked = acc.select(threshold, k)
+    vector = acc.vector(picked) if picked.complete else _cut_ties(acc, k, threshold)
+    return Chosen(vector, threshold, exact=True)
+
+
+def _cut_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
+    next_up = torch.nextafter(torch.tensor(threshold), torch.tensor(math.inf)).item()
+    larger = acc.select(next_up, k)
+    ties = acc.first_equal(threshold, k - larger.count)
+    indices = torch.cat([larger.indices, ties]).sort().values
+    return SparseVector(indices, acc.at(indices), acc.size)
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """The threshold of the last step and what it led to; the next one follows from it.
+
+    In log space, because thresholds move over orders of magnitude: near the threshold the count falls like
+    threshold^-slope, so that a count off by a factor f is mended by f^(1/slope).
+    """
+
+    threshold: float
+    count: int
+    slope: float = 2.0
+    age: int = 0
+
+    def threshold_for(self, k: float) -> float:
+        """Where about k entries should be found on the next step."""
+        if self.count == 0:
+            return self.threshold
+        correction: float = (self.count / k) ** (1.0 / self.slope)
+        return self.threshold * min(2.0, max(0.5, correction))
+
+    def after(self, threshold: float, count: int, *, exact: bool) -> Tracker:
+        return replace(self, threshold=threshold, count=count, age=0 if exact else self.age + 1)
+
+    def with_slope(self, count: int, above: int) -> Tracker:
+        """Half new, half old: -d log(count) / d log(threshold), from the count at SLOPE_STEP times it."""
+        if count < 32 or above == 0:
+            return self
+        measured = math.log(count / above) / math.log(SLOPE_STEP)
+        return replace(self, slope=0.5 * self.slope + 0.5 * min(30.0, max(0.3, measured)))
+
+
+def in_band(count: int, k: int) -> bool:
+    return max(1, math.floor(LOW * k)) <= count <= hard_cap(k)
+
+
+def nearest_edge(counts: Sequence[int], k: int) -> tuple[int, int]:
+    """Of a histogram of magnitudes, the bin from which on upwards about k entries lie, and their number.
+
+    >>> nearest_edge([5, 4, 3, 2], 6)  # from bin 2 on there are 5, from bin 1 on 9
+    (2, 5)
+    """
+    at_least = np.cumsum(np.asarray(counts)[::-1])[::-1]
+    best = int(np.argmin(np.abs(at_least - k)))
+    return best, int(at_least[best])
+
+
+@dataclass(frozen=True)
+class TrackedSelection:
+    """Local selection of Ok-Topk: one pass with a tracked threshold, and a look at the few it finds.
+
+    The pass aims MARGIN too low. Among what it finds, a histogram tells where the threshold should have been,
+    so that the count is right even when all gradients grow or shrink by some percent from step to step. Every
+    `exact_every` steps, and at once when the count leaves the band, the top k are determined exactly.
+    """
+
+    exact_every: int
+
+    def select(self, acc: Accumulator, k: int, tracker: Tracker | None) -> tuple[Chosen, Tracker]:
+        """What was chosen, and the tracker for the next step."""
+        due = tracker is None or tracker.age + 1 >= self.exact_every or k == acc.size
+        low = math.inf if tracker is None else max(SMALLEST, tracker.threshold_for(MARGIN * k))
+        picked = acc.select(low, ROOM * k)
+        if ROOM * k < picked.count <= MORE * k:  # gradients have grown: still cheaper than to search all of them
+            picked = acc.select(low, picked.count)
+        tracker = (tracker or Tracker(low, 0)).with_slope(picked.count, picked.above)
+        if picked.finite and picked.complete and not due:
+            threshold = self._refine(acc, picked, low, k)
+            vector = acc.vector(picked).at_least(threshold)
+            if in_band(len(vector), k):
+                return Chosen(vector, threshold), tracker.after(threshold, len(vector), exact=False)
+        chosen = exact_top_k(acc, k, picked)
+        return chosen, tracker.after(chosen.threshold, len(chosen.vector), exact=True)
+
+    @staticmethod
+    def _refine(acc: Accumulator, picked: Picked, low: float, k: int) -> float:
+        """The bin edge, not below low, that leaves about k of what was picked."""
+        first = bin_of(low) + 1
+        best, count = nearest_edge(acc.kernels.magnitude_histogram(picked.values, first, 2 * BINS), k)
+        return low if abs(picked.count - k) <= abs(count - k) else bin_edge(first + best)
+
+
+def select_exact(acc: Accumulator, k: int, last: float | None) -> Chosen:
+    """Exact top-k; the threshold of the last step, if known, tells where to look first."""
+    return exact_top_k(acc, k, acc.select(math.inf if last is None else max(SMALLEST, 0.9 * last), 2 * k))
+
+
+def select_gaussian(acc: Accumulator, k: int, rounds: int = 8) -> Chosen:
+    """Threshold from a normal fit to |acc|, refined by counting until 2k/3 to 4k/3 entries are above it."""
+    low, high = math.ceil(2 * k / 3), max(k, math.floor(4 * k / 3))
+    first = acc.select(math.inf, 0)
+    if not first.finite or k == acc.size:
+        return exact_top_k(acc, k, first)
+    mean, deviation = acc.moments()
+    threshold = max(SMALLEST, mean + deviation * NormalDist().inv_cdf(1.0 - k / acc.size))
+    below, above = 0.0, math.inf  # thresholds known to be too low and too high
+    for _ in range(rounds):
+        picked = acc.select(threshold, high)
+        if low <= picked.count <= high:
+            return Chosen(acc.vector(picked), threshold)
+        if picked.count > high:
+            below = threshold
+        else:
+            above = threshold
+        guess = threshold * min(4.0, max(0.25, math.sqrt(max(picked.count, 1) / k)))
+        middle = math.sqrt(max(below, SMALLEST) * above) if above < math.inf else guess
+        threshold = max(SMALLEST, guess if below < guess < above else middle)
+    return exact_top_k(acc, k, first)

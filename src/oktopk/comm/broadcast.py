@@ -1,0 +1,44 @@
+"""The same start for everybody: tensors of rank 0 on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from . import Communicator, agree
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+@torch.no_grad()
+def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite tensors of any type (parameters, buffers) with those of rank 0, in place."""
+    shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    agree(comm, {"tensors": shapes})
+    if comm.world == 1:
+        return
+    for chunk in _chunks(list(tensors.values())):
+        size = sum(tensor.nbytes for tensor in chunk)
+        own = torch.cat([_bytes(tensor) for tensor in chunk]) if comm.rank == 0 else None
+        received = comm.broadcast_sealed(own, size, "start")
+        for tensor, part in zip(chunk, torch.split(received, [t.nbytes for t in chunk]), strict=True):
+            if comm.rank:
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        if chunk and sum(t.nbytes for t in chunk) + tensor.nbytes > _CHUNK_BYTES:
+            yield chunk
+            chunk = []
+        if tensor.numel():
+            chunk.append(tensor)
+    if chunk:
+        yield chunk

@@ -1,0 +1,1 @@
+"""Dedicated TCP connections between ranks."""

@@ -1,0 +1,31 @@
+"""The kernels for CPUs, compiled by Numba; equal to `reference` to the bit.
+
+Every kernel releases the GIL and keeps no shared state, so that any number of Python threads may be inside.
+"""
+
+from __future__ import annotations
+
+from ..reference import first_equal
+from .pieces import accumulate_select_pieces, assign_pieces_, scatter_add_pieces_
+from .selection import accumulate_select, select
+from .sparse import assign_, common, filter_at_least, scatter_add_, union_sum
+from .thresholds import kth_magnitude, magnitude_histogram, magnitude_moments, sampled_threshold, scale_
+
+__all__ = [
+    "accumulate_select",
+    "accumulate_select_pieces",
+    "assign_",
+    "assign_pieces_",
+    "common",
+    "filter_at_least",
+    "first_equal",
+    "kth_magnitude",
+    "magnitude_histogram",
+    "magnitude_moments",
+    "sampled_threshold",
+    "scale_",
+    "scatter_add_",
+    "scatter_add_pieces_",
+    "select",
+    "union_sum",
+]

@@ -1,0 +1,109 @@
+"""Magnitudes on CPUs: the k-th, histograms, moments, and the largest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, float32, sample_positions, sample_rank
+from .selection import compiled, in_slices, select
+from .vector import as_bits, as_float
+
+
+def _kth_of_few(x: Tensor, k: int) -> float:
+    magnitudes = np.abs(x.numpy())
+    return float(np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k])
+
+
+@compiled
+def _gather_sample(x, starts, out):
+    for b in range(starts.size):
+        start = starts[b]
+        for j in range(SAMPLE_BLOCK):
+            out[b * SAMPLE_BLOCK + j] = x[start + j]
+
+
+@lru_cache(maxsize=8)
+def _positions(n: int) -> Any:
+    return sample_positions(n)
+
+
+def sampled_threshold(x: Tensor, k: int, margin: float = 0.0) -> float:
+    n = x.numel()
+    if n <= 2 * SAMPLE:
+        return _kth_of_few(x, min(n, sample_rank(k, n, n, margin)))
+    starts = _positions(n)
+    sample = np.empty(starts.size * SAMPLE_BLOCK, np.float32)
+    _gather_sample(x.numpy(), starts, sample)
+    return _kth_of_few(torch.from_numpy(sample), sample_rank(k, n, sample.size, margin))
+
+
+def kth_magnitude(x: Tensor, k: int) -> float:
+    """Sample, collect in one pass what lies above the estimate, find the k-th among those few."""
+    n = x.numel()
+    if n <= 2 * SAMPLE or k > n // 4:
+        return _kth_of_few(x, k)
+    for margin in (1.5, 8.0):
+        picked = select(x, sampled_threshold(x, k, margin), 3 * k + SAMPLE)
+        if picked.count >= k and picked.complete:
+            return _kth_of_few(picked.values, k)
+    return _kth_of_few(x, k)
+
+
+_ROWS = 4
+
+
+@compiled
+def _histogram(x, first, counts):
+    """Bin 0 has all that lie below. Neighbours count in different rows: twice in a row to one place is slow."""
+    below, last = np.int64(first - 1), np.int64(counts.shape[1] - 1)
+    for i in range(x.size):
+        at = np.int64((as_bits(x[i]) & np.uint32(0x7FFFFFFF)) >> np.uint32(BIN_BITS))
+        place = min(max(at - below, np.int64(0)), last)
+        counts[i & (_ROWS - 1), np.uint64(place)] += 1
+
+
+def magnitude_histogram(x: Tensor, first: int, bins: int) -> list[int]:
+    counts = np.zeros((_ROWS, bins + 1), np.int64)
+    _histogram(x.numpy(), first, counts)
+    return list(counts.sum(0)[1:].tolist())
+
+
+@compiled
+def _moments(x):
+    total, squares = 0.0, 0.0
+    for i in range(x.size):
+        magnitude = np.float64(abs(x[i]))
+        total += magnitude
+        squares += magnitude * magnitude
+    return total, squares
+
+
+def magnitude_moments(x: Tensor) -> tuple[float, float]:
+    if x.numel() == 0:
+        return 0.0, 0.0
+    sums = in_slices(x.numel(), lambda start, stop: _moments(x.numpy()[start:stop]))
+    mean = sum(s[0] for s in sums) / x.numel()
+    return mean, max(0.0, sum(s[1] for s in sums) / x.numel() - mean * mean) ** 0.5
+
+
+@compiled
+def _scale(x, factor):
+    """Magnitudes are ordered like their bits, a NaN above all of them; of signed integers LLVM makes vectors."""
+    largest = np.int32(0)
+    for i in range(x.size):
+        value = x[i] * factor
+        x[i] = value
+        magnitude = np.int32(as_bits(value) & np.uint32(0x7FFFFFFF))
+        largest = magnitude if magnitude > largest else largest
+    return as_float(np.uint32(largest))
+
+
+def scale_(x: Tensor, factor: float) -> float:
+    by, whole = float32(factor), x.detach().numpy()
+    found = in_slices(x.numel(), lambda start, stop: _scale(whole[start:stop], by))
+    return float(found[0] if len(found) == 1 else np.max(found))

@@ -1,0 +1,118 @@
+"""An event as one flat row: the same names, with their units, in every file and every picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ..events import ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
+
+Value = str | int | float | bool | None
+"""None where there is no number: a float that is not finite has no place in JSON, nor in an average."""
+Row = dict[str, Value]
+
+
+def flat_step(event: StepEvent) -> Row:
+    row: Row = finite(
+        {
+            "event": "step",
+            "step": event.step,
+            "phase": event.phase,
+            "buckets": len(event.reductions),
+            **_shared(event),
+            "handed_over_seconds": event.handed_over,
+            "exposed_seconds": event.exposed,
+            "hidden_share": event.hidden_share,
+            "culprits": "; ".join(event.culprits),
+        }
+    )
+    return row
+
+
+def flat_reduction(event: ReductionEvent) -> Row:
+    row: Row = finite(
+        {
+            "event": "reduction",
+            "step": event.step,
+            "phase": event.phase,
+            "bucket": event.bucket,
+            "algorithm": event.algorithm,
+            **_shared(event),
+            "threshold": event.threshold,
+            "global_threshold": event.global_threshold,
+            "exact": event.exact,
+        }
+    )
+    return row
+
+
+def flat_traffic(event: StepEvent) -> list[dict[str, Any]]:
+    """What each operation moved. `sizes` counts messages by powers of two: "12" those of [4096, 8192) bytes."""
+    return [
+        {"operation": operation.name, "stage": operation.phase, "control": operation.control, **asdict(moved)}
+        for operation, moved in event.traffic.items()
+    ]
+
+
+def _shared(event: StepEvent | ReductionEvent) -> Row:
+    volume, wire, seconds = event.volume, event.wire, event.seconds
+    return {
+        "size_entries": volume.size,
+        "count": volume.count,
+        "target_count": event.target_count,
+        "local_count": event.local_count,
+        "payload_bytes": volume.payload_bytes,
+        "sparsity": volume.sparsity,
+        "compression_ratio": volume.ratio,
+        "target_density": event.target_density,
+        "local_density": event.local_density,
+        "global_density": event.global_density,
+        "residual_norm": event.residual_norm,
+        "sent_bytes": wire.sent_bytes,
+        "received_bytes": wire.received_bytes,
+        "sent_messages": wire.sent_messages,
+        "received_messages": wire.received_messages,
+        "control_bytes": wire.control_bytes,
+        "modelled_bytes": wire.modelled_bytes,
+        "select_seconds": seconds.select,
+        "encode_seconds": seconds.encode,
+        "exchange_seconds": seconds.exchange,
+        "decode_seconds": seconds.decode,
+        "wait_seconds": seconds.wait,
+        "other_seconds": seconds.other,
+        "busy_seconds": seconds.total,
+        "elapsed_seconds": event.stop - event.start,
+        "slowest_rank": event.slowest_rank,
+        "skipped": event.skipped,
+        "start_seconds": event.start,
+        "stop_seconds": event.stop,
+    }
+
+
+def finite(value: Any) -> Any:
+    """The value, with None for every number in it that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(part) for name, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list) else value
+
+
+_NOTHING: dict[str, Any] = {"skipped": False, "start": 0.0, "stop": 0.0}
+
+STEP_COLUMNS = tuple(flat_step(combine(0, (), culprits=(), handed_over=0.0, **_NOTHING)))
+REDUCTION_COLUMNS = tuple(
+    flat_reduction(
+        ReductionEvent(*(0, 0, "", "", Volume(), 0, 0, 0.0, 0.0, False, 0.0, Wire(), Seconds(), None), **_NOTHING)
+    )
+)
+
+LABELS = frozenset(
+    {
+        *("event", "step", "phase", "bucket", "algorithm", "slowest_rank", "culprits"),
+        *("start_seconds", "handed_over_seconds", "stop_seconds"),
+    }
+)
+"""Columns that say which event it was, of what kind and when: an average over them means nothing."""

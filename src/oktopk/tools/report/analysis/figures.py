@@ -1,0 +1,111 @@
+"""What a report shows, as one JSON document: the page is drawn from it and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from oktopk.metrics.sinks.flat import finite
+
+from .answers import answers, first_sparse
+from .messages import messages
+from .phases import phases
+from .reading import LONGEST_TEXT, numbers, text
+from .runs import Run
+from .series import MOST_BUCKETS, series
+
+MOST_POINTS = 400
+"""Of a curve."""
+POINTS_OF_ALL_RUNS = 6000
+MOST_SKIPPED = 200
+"""Skipped steps that are listed one by one."""
+
+
+def report(runs: Sequence[Run]) -> dict[str, Any]:
+    most = max(50, min(MOST_POINTS, POINTS_OF_ALL_RUNS // max(1, len(runs))))
+    every = [of_run(run, most) for run in runs]
+    document: dict[str, Any] = finite({"runs": every, "finals": [final(one) for one in every]})
+    return document
+
+
+def of_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
+    means, moved = phases(run), messages(run)
+    return {
+        "name": run.name,
+        "about": {
+            **{name: run.said(name) for name in ("dnn", "dataset", "density", "seed", "parameters")},
+            "algorithm": run.algorithm,
+            "world": run.world,
+            "steps": len(run.steps),
+            "finished": run.result.get("finished") is True,
+        },
+        "answers": answers(run, means, moved),
+        "first_sparse_step": first_sparse(run),
+        "phases": means,
+        "series": series(run, most),
+        "messages": moved,
+        "validations": [
+            {"step": one.step, "epoch": one.epoch, "figures": dict(one.figures)} for one in run.validations
+        ],
+        "skipped": _skipped(run),
+        "plan": _plan(run),
+        "config": run.config,
+        "notes": _notes(run),
+    }
+
+
+def _skipped(run: Run) -> dict[str, Any]:
+    steps = [step for step in run.steps if step.skipped]
+    listed = [{"step": one.number, "phase": one.phase, "culprits": one.culprits} for one in steps[:MOST_SKIPPED]]
+    return {"count": len(steps), "listed": listed}
+
+
+def _plan(run: Run) -> dict[str, Any]:
+    """What of the plan is text or a number, and its sentences on volume."""
+    volume = run.plan.get("volume")
+    lines = [text(line) for line in volume] if isinstance(volume, list) else []
+    words = {text(name): text(value) for name, value in run.plan.items() if isinstance(value, str)}
+    return {**numbers(run.plan), **words, "volume": [line for line in lines if line]}
+
+
+def _notes(run: Run) -> list[str]:
+    buckets = {part.bucket for step in run.steps for part in step.reductions}
+    notes = list(run.notes)
+    if len(buckets) > MOST_BUCKETS:
+        notes.append(f"There are {len(buckets)} buckets: thresholds of the first {MOST_BUCKETS} are shown.")
+    traffic = sum(moved.bytes for step in run.steps for moved in step.traffic or ())
+    sent = sum(step.numbers.get("sent_bytes", 0.0) for step in run.steps if step.traffic is not None)
+    if abs(traffic - sent) > 0.5:
+        notes.append(f"The bytes of the operations add up to {traffic:,.0f}, those of the steps to {sent:,.0f}.")
+    if run.world is None and run.steps:
+        notes.append("The number of ranks is not known: there are no bounds to compare bytes with.")
+    if run.world == 1:
+        notes.append("There is one rank only: nothing is sent, and there are no bounds.")
+    if any(len(step.culprits) == LONGEST_TEXT for step in run.steps):
+        notes.append(f"Long lists of culprits are cut after {LONGEST_TEXT} characters.")
+    return notes
+
+
+def final(run: dict[str, Any]) -> dict[str, Any]:
+    """A run in one line: what it came to, and means over its sparse steps, or over its dense ones if it had no
+    other."""
+    about, means = run["about"], run["phases"]
+    phase = next((name for name in ("sparse", "dense") if name in means), None)
+    of = means.get(phase, {})
+    sent, dense = of.get("sent_bytes"), of.get("dense_bytes")
+    last = run["validations"][-1]["figures"] if run["validations"] else {}
+    return {
+        "run": run["name"],
+        **{name: about[name] for name in ("algorithm", "density", "seed", "world", "steps", "finished")},
+        "phase": phase,
+        "loss": next((value for value in reversed(run["series"]["loss"]["mean"]) if value is not None), None),
+        "step_seconds": of.get("step_seconds"),
+        "hidden_work_share": of.get("hidden_work_share"),
+        "sent_bytes": sent,
+        "of_dense": sent / dense if sent is not None and dense else None,
+        "sent_so_far_bytes": next(reversed(run["series"]["sent_so_far_bytes"]), None),
+        "elapsed_seconds": next(reversed(run["series"]["elapsed_seconds"]), None),
+        "local_density": of.get("local_density"),
+        "skipped": run["skipped"]["count"],
+        "validation": last,
+    }

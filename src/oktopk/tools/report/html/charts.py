@@ -1,0 +1,177 @@
+"""The charts of one run, made of the document alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..units import size_text
+from . import colours
+from .drawing import DIGITS, Chart, figure, known, label, line, spread, transition
+from .timecharts import time_of_phases, time_of_steps
+
+
+def charts(run: Mapping[str, Any]) -> list[Chart]:
+    """Those that there are values for."""
+    made = [
+        _loss(run),
+        _validation(run),
+        _density(run),
+        _bytes(run),
+        time_of_steps(run),
+        time_of_phases(run),
+        *(_messages(run, phase) for phase in ("dense", "sparse")),
+        _thresholds(run),
+        _residual(run),
+    ]
+    return [chart for chart in made if chart is not None]
+
+
+def _loss(run: Mapping[str, Any]) -> Chart | None:
+    series = run["series"]
+    traces = (
+        spread("training loss", series["step"], series["loss"], colours.LOSS)
+        if known(series["loss"]["mean"])
+        else []
+    )
+    name = "val loss"
+    points = [(one["step"], one["figures"][name]) for one in run["validations"] if name in one["figures"]]
+    if points:
+        x, y = zip(*points, strict=True)
+        mark = {"size": 9, "symbol": "diamond"}
+        traces.append(line("validation loss", x, y, colours.VALIDATION, mode="lines+markers", marker=mark))
+    skipped = [one["step"] for one in run["skipped"]["listed"]]
+    if skipped and traces:
+        mark = {"symbol": "x", "size": 9, "color": colours.SKIPPED}
+        traces.append({"type": "scatter", "mode": "markers", "name": "skipped step", "x": skipped,
+                       "y": [0] * len(skipped), "marker": mark, "hovertemplate": "not finite"})  # fmt: skip
+    if not traces:
+        return None
+    caption = "Training: mean over all ranks. Validation: at the end of an epoch."
+    shown = figure(traces, "step", "loss", **transition(run))
+    if not skipped:
+        shown["layout"]["yaxis"].pop("rangemode")
+    return Chart("loss", "Loss", caption, shown)
+
+
+def _validation(run: Mapping[str, Any]) -> Chart | None:
+    """All that was validated besides the loss."""
+    names = dict.fromkeys(name for one in run["validations"] for name in one["figures"] if name != "val loss")
+    traces = []
+    for place, name in enumerate(list(names)[:8]):
+        points = [(one["step"], one["figures"][name]) for one in run["validations"] if name in one["figures"]]
+        x, y = zip(*points, strict=True)
+        colour, dash = colours.of_series(place + 1)
+        marks: dict[str, Any] = {"mode": "lines+markers", "line": {"dash": dash}, "marker": {"size": 8}}
+        traces.append(line(label(name), x, y, colour, **marks))
+    if not traces:
+        return None
+    title = "value" if len(traces) > 1 else label(next(iter(names)))
+    caption = "At the end of an epoch, over all validation data. Error rates are shares and may exceed 1."
+    return Chart("validation", "Validation", caption, figure(traces, "step", title, **transition(run)))
+
+
+def _density(run: Mapping[str, Any]) -> Chart | None:
+    series = run["series"]
+    if not known(series["local_density"]["mean"]):
+        return None
+    x, share = (
+        series["step"],
+        [
+            ("result", [_percent(value) for value in series["global_density"]], colours.GLOBAL, "dot"),
+            ("asked for", [_percent(value) for value in series["target_density"]], colours.ASKED, "dash"),
+        ],
+    )
+    local = {key: [_percent(value) for value in values] for key, values in series["local_density"].items()}
+    traces = spread("sent by rank 0", x, local, colours.LOCAL, "%")
+    traces += [line(name, x, values, colour, "%", line={"dash": dash}) for name, values, colour, dash in share]
+    caption = "Share of the gradient's entries that rank 0 sent, that were asked for, and that the result has."
+    return Chart("density", "Density", caption, figure(traces, "step", "density (%)", log=True, **transition(run)))
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def _bytes(run: Mapping[str, Any]) -> Chart | None:
+    series = run["series"]
+    if not any(series["sent_bytes"]["mean"]):
+        return None
+    limits = [
+        ("dense (ring)", "dense_bytes", colours.RING, "dash"),
+        ("6k words", "bound_6k_bytes", colours.SIX_K, "dot"),
+        ("2k words", "bound_2k_bytes", colours.TWO_K, "dashdot"),
+    ]
+    traces = spread("sent by rank 0", series["step"], series["sent_bytes"], colours.SENT, "B")
+    traces += [
+        line(name, series["step"], series[key], colour, "B", line={"dash": dash})
+        for name, key, colour, dash in limits
+        if known(series[key])
+    ]
+    caption = (
+        "Bytes that rank 0 sent in a step, headers and control included. Dense is what a ring sends: modelled, "
+        "because the inside of a library's all-reduce cannot be seen. 6k(P−1)/P words are Ok-Topk's bound, "
+        "2k(P−1)/P the least for plain indices and values; coded indices can go below it. A word has 4 bytes."
+    )
+    shown = figure(traces, "step", "bytes per step (B)", log=True, **transition(run))
+    shown["layout"]["yaxis"] |= {"exponentformat": "SI"}
+    return Chart("bytes", "Bytes on the wire", caption, shown)
+
+
+def _messages(run: Mapping[str, Any], phase: str) -> Chart | None:
+    """Counts per step, by size. The colour of a kind of messages is the same in both phases."""
+    kinds = list(dict.fromkeys((kind["operation"], kind["stage"]) for kind in run["messages"]))
+    ours = [kind for kind in run["messages"] if kind["phase"] == phase and kind["sizes"]]
+    if not ours:
+        return None
+    powers = sorted({int(power) for kind in ours for power in kind["sizes"]})
+    powers = list(range(powers[0], powers[-1] + 1))
+    steps = run["phases"][phase]["steps"]
+    traces = []
+    for kind in ours:
+        colour, _ = colours.of_series(kinds.index((kind["operation"], kind["stage"])))
+        sizes = {int(power): count / steps for power, count in kind["sizes"].items()}
+        pattern = "/" if kind["modelled"] else "." if kind["control"] else ""
+        name = f"{kind['operation']}, {kind['stage']}"
+        more = ", modelled" * kind["modelled"] + ", control" * kind["control"]
+        hatch = {"shape": pattern, "fillmode": "replace", "fgcolor": colour} if pattern else {}
+        traces.append({
+            "type": "bar", "name": label(name) + more, "x": [size_text(power) for power in powers],
+            "y": [sizes.get(power) for power in powers], "marker": {"color": colour, "pattern": hatch},
+            "hovertemplate": f"%{{y:{DIGITS}}} per step",
+        })  # fmt: skip
+    caption = (
+        f"Messages that rank 0 sent in a {phase} step, by size: “4 KiB” are those from 4 KiB to below 8 KiB. "
+        "Hatched: modelled as a ring; dotted: control."
+    )
+    shown = figure(traces, "size of a message", "messages per step", barmode="stack")
+    shown["layout"]["xaxis"] |= {"type": "category"}
+    return Chart(f"messages-{phase}", f"Message sizes, {phase} phase", caption, shown)
+
+
+def _thresholds(run: Mapping[str, Any]) -> Chart | None:
+    series, traces = run["series"], []
+    for place, bucket in enumerate(series["thresholds"]):
+        dash = {"dash": colours.DASHES[place % len(colours.DASHES)]}
+        for name, colour in (("local", colours.LOCAL), ("global", colours.GLOBAL)):
+            if any(bucket[name]):
+                of = f"{name}, bucket {bucket['bucket']}"
+                traces.append(line(of, series["step"], bucket[name], colour, line=dash))
+    if not traces:
+        return None
+    caption = (
+        "Entries of gradient plus residual are sent when their magnitude reaches the local threshold of rank 0, "
+        "and stay in the result when their sum reaches the global one."
+    )
+    shown = figure(traces, "step", "threshold (gradient units)", log=True, **transition(run))
+    return Chart("thresholds", "Thresholds", caption, shown)
+
+
+def _residual(run: Mapping[str, Any]) -> Chart | None:
+    series = run["series"]
+    if not known(series["residual_norm"]):
+        return None
+    trace = line("residual of rank 0", series["step"], series["residual_norm"], colours.RESIDUAL, connectgaps=True)
+    caption = "Norm of what rank 0 has not sent yet; large buckets measure it every 16 steps."
+    shown = figure([trace], "step", "L2 norm (gradient units)", **transition(run))
+    return Chart("residual", "Residual norm", caption, shown)

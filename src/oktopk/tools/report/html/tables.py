@@ -1,0 +1,207 @@
+"""The texts and tables of the page, as HTML. Every value goes through `safe`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..analysis.times import STAGES, WORK
+from ..units import byte_text, percent, seconds_text
+from . import colours
+
+
+def safe(value: object) -> str:
+    return html.escape(str(value))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]], long: int | None = None) -> str:
+    """`long` is the column whose text may be broken."""
+    title = "".join(f"<th>{safe(name)}</th>" for name in head)
+    lines = [
+        "".join(
+            f"<td{' class=long' if place == long else ''}>{'–' if cell is None else safe(cell)}</td>"
+            for place, cell in enumerate(row)
+        )
+        for row in rows
+    ]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><thead><tr>{title}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def about(run: Mapping[str, Any]) -> str:
+    """What was run, in a line."""
+    known = run["about"]
+    what = " on ".join(str(known[name]) for name in ("dnn", "dataset") if known[name])
+    density = (
+        ""
+        if known["density"] is None or known["algorithm"] == "dense"
+        else f" at density {plain(known['density'])}"
+    )
+    parts = [
+        what,
+        f"{known['algorithm']}{density}",
+        f"{known['world'] or 'an unknown number of'} ranks" if known["world"] != 1 else "1 rank",
+        f"{known['parameters']:,.0f} parameters" if isinstance(known["parameters"], float) else "",
+        f"seed {plain(known['seed'])}" if known["seed"] is not None else "",
+        f"{known['steps']:,} steps",
+        "finished" if known["finished"] else "not finished",
+    ]
+    return f'<p class="soft">{safe(", ".join(part for part in parts if part))}</p>'
+
+
+def plain(value: object) -> str:
+    """
+    >>> plain(0.01), plain(3.0), plain("x"), plain(27569568.0)
+    ('0.01', '3', 'x', '27,569,568')
+    """
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
+    return str(value)
+
+
+def answers(run: Mapping[str, Any]) -> str:
+    said = "".join(f"<dt>{safe(one['question'])}</dt><dd>{safe(one['answer'])}</dd>" for one in run["answers"])
+    return f"<dl>{said}</dl>"
+
+
+def notes(run: Mapping[str, Any]) -> str:
+    width = run["series"]["steps_per_point"]
+    thinned = (
+        f"Curves are thinned: a point stands for up to {width:,} steps, its band for their lowest and highest."
+    )
+    said = [*run["notes"], *([thinned] if width > 1 else [])]
+    return "".join(f"<p>{safe(note)}</p>" for note in said)
+
+
+_MEANS: tuple[tuple[str, str, Any], ...] = (
+    ("steps", "steps", plain),
+    ("skipped steps", "skipped", plain),
+    ("mean loss", "loss", lambda x: f"{x:.4g}"),
+    ("density asked for", "target_density", percent),
+    ("density sent by rank 0", "local_density", percent),
+    ("density of the result", "global_density", percent),
+    ("sent by rank 0", "sent_bytes", byte_text),
+    ("of these, control", "control_bytes", byte_text),
+    ("of these, modelled as a ring", "modelled_bytes", byte_text),
+    ("received by rank 0", "received_bytes", byte_text),
+    ("payload by the formula (8 B per entry)", "payload_bytes", byte_text),
+    ("a dense step (ring)", "dense_bytes", byte_text),
+    ("6k(P−1)/P words", "bound_6k_bytes", byte_text),
+    ("2k(P−1)/P words", "bound_2k_bytes", byte_text),
+    ("messages sent by rank 0", "sent_messages", lambda x: f"{x:.3g}"),
+    ("step", "step_seconds", seconds_text),
+    ("hidden share of the reductions' work", "hidden_work_share", percent),
+)
+
+
+def phase_table(run: Mapping[str, Any]) -> str:
+    """Means per step, the phases side by side."""
+    phases = run["phases"]
+    if not phases:
+        return ""
+    rows = [
+        [title, *(None if means[key] is None else form(means[key]) for means in phases.values())]
+        for title, key, form in _MEANS
+    ]
+    rows += [
+        [f"… {colours.STAGE_NAME[stage]}", *(_stage(means, stage) for means in phases.values())]
+        for stage in STAGES
+    ]
+    ranks = max((len(means["sent_bytes_by_rank"] or ()) for means in phases.values()), default=0)
+    for rank in range(min(ranks, 64)):
+        sent = [_of_rank(means["sent_bytes_by_rank"], rank) for means in phases.values()]
+        rows.append([f"sent by rank {rank} (ended epochs)", *sent])
+    return "<h3>Means per step</h3>" + table(["", *phases], rows)
+
+
+def _stage(means: Mapping[str, Any], stage: str) -> str | None:
+    if stage not in means["seconds"]:
+        return None
+    hidden = f" (+ {seconds_text(means['hidden_seconds'][stage])} hidden)" if stage in WORK else ""
+    return seconds_text(means["seconds"][stage]) + hidden
+
+
+def _of_rank(ranks: Sequence[float] | None, rank: int) -> str | None:
+    return byte_text(ranks[rank]) if ranks is not None and rank < len(ranks) else None
+
+
+def message_table(run: Mapping[str, Any]) -> str:
+    if not run["messages"]:
+        return ""
+    rows = []
+    for kind in run["messages"]:
+        steps = run["phases"].get(kind["phase"], {}).get("steps") or 1
+        size = kind["bytes"] / kind["messages"] if kind["messages"] else None
+        remark = "modelled as a ring" * kind["modelled"] + ", " * (kind["modelled"] and kind["control"])
+        rows.append(
+            [
+                *(f"{kind['operation']}, {kind['stage']}", kind["phase"] or None),
+                remark + "control" * kind["control"] or None,
+                *(f"{kind['messages'] / steps:.3g}", byte_text(kind["bytes"] / steps), _or(byte_text, size)),
+                *(byte_text(kind["bytes"]), seconds_text(kind["seconds"] / steps)),
+            ]
+        )
+    head = ["operation, stage", "phase", "", "messages per step", "bytes per step", "mean size", "bytes in all"]
+    return "<h3>What rank 0 sent, by operation</h3>" + table([*head, "time per step"], rows)
+
+
+def skipped(run: Mapping[str, Any]) -> str:
+    found = run["skipped"]
+    if not found["count"]:
+        return "<h3>Skipped steps</h3><p>None: no step had a loss or gradient that is not finite.</p>"
+    more = found["count"] - len(found["listed"])
+    rows = [[one["step"], one["phase"] or None, one["culprits"] or "not known"] for one in found["listed"]]
+    rest = f"<p>and {more:,} more</p>" if more else ""
+    return (
+        f"<h3>Skipped steps: {found['count']:,}</h3>" + table(["step", "phase", "not finite"], rows, long=2) + rest
+    )
+
+
+def plan(run: Mapping[str, Any]) -> str:
+    known = run["plan"]
+    sentences = [known.get("sentence"), known.get("warning"), *known["volume"]]
+    rows = [[name, plain(value)] for name, value in known.items() if name not in ("sentence", "warning", "volume")]
+    said = "".join(f"<p>{safe(sentence)}</p>" for sentence in sentences if sentence)
+    return "<h3>Plan</h3>" + (said or "<p>There is none.</p>") + (table(["", ""], rows) if rows else "")
+
+
+def config(run: Mapping[str, Any]) -> str:
+    return f"<h3>Configuration</h3><pre>{safe(run['config'] or 'There is none.')}</pre>"
+
+
+def finals(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The runs side by side."""
+    validated = list(dict.fromkeys(name for row in rows for name in row["validation"]))[:8]
+    columns = {
+        "run": [row["run"] for row in rows],
+        "algorithm": [row["algorithm"] for row in rows],
+        "steps": _column(rows, "steps", "{:,}".format),
+        "last loss": _column(rows, "loss", "{:.4g}".format),
+        **{name: _column([row["validation"] for row in rows], name, "{:.4g}".format) for name in validated},
+        "sent per step": _column(rows, "sent_bytes", byte_text),
+        "of dense": _column(rows, "of_dense", percent),
+        "time per step": _column(rows, "step_seconds", seconds_text),
+        "hidden": _column(rows, "hidden_work_share", percent),
+        "sent in all": _column(rows, "sent_so_far_bytes", byte_text),
+        "time in steps": _column(rows, "elapsed_seconds", seconds_text),
+        "density sent": _column(rows, "local_density", percent),
+        "phase": [row["phase"] for row in rows],
+        "ranks": [row["world"] for row in rows],
+        "skipped": [row["skipped"] for row in rows],
+        "": ["" if row["finished"] else "not finished" for row in rows],
+    }
+    caption = (
+        "Means per step over the sparse phase, or the dense one if there was no other, times without its first "
+        "step. Bytes are those of rank 0."
+    )
+    body = list(zip(*columns.values(), strict=True))
+    return table(list(columns), body) + f'<p class="soft">{caption}</p>'
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str, form: Callable[[Any], str]) -> list[str | None]:
+    return [_or(form, row.get(name)) for row in rows]
+
+
+def _or(form: Callable[[Any], str], value: Any) -> str | None:
+    return None if value is None else form(value)

@@ -1,0 +1,110 @@
+"""Charts of where the time of a step went: over the steps, and of each phase with the worker thread beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..analysis.times import STAGES, WORK
+from . import colours
+from .drawing import DIGITS, Chart, Trace, figure, line, transition
+
+
+def time_of_steps(run: Mapping[str, Any]) -> Chart | None:
+    series = run["series"]
+    if not any(any(values) for values in series["seconds"].values()):
+        return None
+    traces = [_stacked(stage, series) for stage in STAGES]
+    if any(series["hidden_seconds"]):
+        hidden = _milliseconds(series["hidden_seconds"])
+        name = "hidden beside backward, not in the stack"
+        traces.append(line(name, series["step"], hidden, colours.GREY, "ms", line={"dash": "dot"}))
+    caption = (
+        "The stack is the step of rank 0. Stages of reductions are in it as far as they were exposed, that is, "
+        "training waited for them after backward."
+    )
+    shown = figure(traces, "step", "time per step (ms)", **transition(run))
+    totals = [sum(filter(None, parts)) for parts in zip(*series["seconds"].values(), strict=True)]
+    if top := _without_outliers(totals):
+        shown["layout"]["yaxis"]["range"] = [0, 1e3 * top]
+        caption += " A few slow steps, such as those that compile, reach above the axis: zoom out to see them."
+    return Chart("time", "Time per step", caption, shown)
+
+
+def _stacked(stage: str, series: Mapping[str, Any]) -> Trace:
+    name, colour = colours.STAGE_NAME[stage], colours.STAGE[stage]
+    area = {"stackgroup": "step", "line": {"width": 0}, "fillcolor": colour}
+    return line(name, series["step"], _milliseconds(series["seconds"][stage]), colour, "ms", **area)
+
+
+def _without_outliers(totals: Sequence[float]) -> float | None:
+    """Where an axis should end if a few points are far above all others.
+
+    >>> _without_outliers([1.0] * 95 + [9.0]), _without_outliers([1.0, 2.0, 3.0])
+    (1.2, None)
+    """
+    usual = sorted(totals)[int(0.95 * (len(totals) - 1))]
+    return 1.2 * usual if max(totals) > 2.5 * usual > 0 else None
+
+
+def _milliseconds(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{1e3 * value:.5g}") for value in values]
+
+
+def time_of_phases(run: Mapping[str, Any]) -> Chart | None:
+    """For each phase two bars on one clock: the step, and the worker thread beside it."""
+    timed = {name: means for name, means in run["phases"].items() if means["seconds"]}
+    if not timed:
+        return None
+    bars = [bar for name, means in timed.items() for bar in _bars_of_phase(name, means)]
+    traces = []
+    for stage in STAGES:
+        for hidden in (False, True):
+            ours = [bar for bar in bars if bar[1:3] == (stage, hidden)]
+            if ours:
+                traces.append(_bar_trace(stage, hidden, ours))
+    caption = (
+        "Means over the steps of a phase but its first. Hatched work of the worker thread ran beside backward and "
+        "is hidden; solid work is what the step waited for. The two bars of a phase share their clock."
+    )
+    shown = figure(traces, "time (ms)", "", barmode="overlay", bargap=0.25)
+    shown["layout"] |= {"hovermode": "closest"}
+    order = [row for name in timed for row in (f"{name}: worker", f"{name}: step")]
+    shown["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": order[::-1]}
+    return Chart("phases", "Time per step, hidden and exposed", caption, shown)
+
+
+Bar = tuple[str, str, bool, float, float]
+"""Row, stage, whether hidden, start and length in seconds."""
+
+
+def _bars_of_phase(name: str, means: Mapping[str, Any]) -> list[Bar]:
+    seconds, hidden = means["seconds"], means["hidden_seconds"]
+    handed_over = seconds["forward"] + seconds["backward"]
+    step = [(f"{name}: step", stage, False, seconds[stage]) for stage in STAGES]
+    worker = [(f"{name}: worker", stage, True, hidden[stage]) for stage in WORK]
+    worker += [(f"{name}: worker", stage, False, seconds[stage]) for stage in WORK]
+    return [*_laid_out(step, 0.0), *_laid_out(worker, max(0.0, handed_over - sum(hidden.values())))]
+
+
+def _laid_out(parts: Sequence[tuple[str, str, bool, float]], start: float) -> list[Bar]:
+    bars = []
+    for row, stage, hidden, length in parts:
+        bars.append((row, stage, hidden, start, length))
+        start += length
+    return bars
+
+
+def _bar_trace(stage: str, hidden: bool, bars: Sequence[Bar]) -> Trace:
+    marker: dict[str, Any] = {"color": colours.STAGE[stage], "line": {"width": 0}}
+    if hidden:
+        marker["pattern"] = {"shape": "/", "fillmode": "replace", "fgcolor": colours.STAGE[stage]}
+    name = colours.STAGE_NAME[stage]
+    what = f"{name}, hidden" if hidden else name
+    return {
+        "type": "bar", "orientation": "h", "name": name, "legendgroup": stage, "showlegend": not hidden,
+        "y": [bar[0] for bar in bars], "base": _milliseconds([bar[3] for bar in bars]),
+        "x": _milliseconds([bar[4] for bar in bars]), "marker": marker,
+        "customdata": _milliseconds([bar[4] for bar in bars]),  # x is where a bar ends
+        "hovertemplate": f"%{{y}}: {what}, %{{customdata:{DIGITS}}} ms<extra></extra>",
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""What this machine and this network cost: kernels, coding, links."""

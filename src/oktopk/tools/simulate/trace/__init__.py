@@ -1,0 +1,1 @@
+"""Communication recorded from a real run, and replayed at another scale."""

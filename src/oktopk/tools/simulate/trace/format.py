@@ -1,0 +1,177 @@
+"""What one rank does in a step, as the communicator sees it: messages, waits, and the work in between.
+
+`Recorded` wraps any communicator and passes everything on. What it writes down is small: an event is five
+integers, so that a million messages fit into memory.
+
+    SEND       peer, bytes, parts, entries, span     parts of the wire format in the message, their entries and
+                                                     the length of the regions these lie in
+    CONTROL    peer, bytes                           a send of what does not grow with the tensor
+    RECEIVE    peer                                  wait for the next message of that peer
+    FLUSH      number                                wait until that send of the step has left
+    RING       entries, bytes of one, control        a library's allreduce
+    ENCODE     parts, entries                        work, priced by what was measured elsewhere
+    DECODE     parts, entries
+    ADD        0, entries                            of sparse vectors that are added up to the result
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from oktopk.comm import Communicator, Pending, Wrapped
+from oktopk.metrics.traffic import Operation
+from oktopk.wire.message import HEADER_BYTES, MAGIC
+
+SEND, CONTROL, RECEIVE, FLUSH, RING, ENCODE, DECODE, ADD = range(8)
+WORK = (ENCODE, DECODE, ADD)
+FIELDS = 6
+"""Integers of an event: its kind and five more."""
+
+_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<16x4s16xI16xQQ")
+"""Of a message: magic, sender, span of its region, number of entries."""
+
+_PASSED_ON = ("all_gather", "broadcast")
+"""Operations that encode a rank's message once and send it several times."""
+
+_MERGED = ("recv",)
+"""Operations whose message is merged with what is there."""
+
+Part = tuple[int, int, int]
+"""Sender, entries, span."""
+
+
+class Trace:
+    """The events of one rank in one step, in order."""
+
+    def __init__(self) -> None:
+        self.numbers = array("q")
+
+    def add(self, kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0) -> int:
+        """Returns the place of the event."""
+        place = len(self.numbers)
+        self.numbers.extend((kind, a, b, c, d, e))
+        return place
+
+    def add_work(self, place: int, parts: int, entries: int) -> None:
+        """More for an event of work that is there already."""
+        self.numbers[place + 1] += parts
+        self.numbers[place + 2] += entries
+
+    def events(self) -> Iterator[tuple[int, ...]]:
+        flat = iter(self.numbers)
+        return zip(*[flat] * FIELDS, strict=True)
+
+
+def parts_of(message: Tensor) -> list[Part]:
+    """The parts in the wire format that a message holds, one or several end to end; none if it has no such."""
+    data = message.numpy().data
+    if part := _part(data, 0):
+        return [part]
+    parts, at = [], _LENGTH.size
+    while part := _part(data, at):
+        parts.append(part)
+        at += max(HEADER_BYTES, _LENGTH.unpack_from(data, at)[0])
+    return parts
+
+
+def _part(data: memoryview, at: int) -> Part | None:
+    if len(data) - at < HEADER_BYTES:
+        return None
+    magic, sender, span, entries = _HEADER.unpack_from(data, at)
+    return (sender, entries, span) if magic == MAGIC else None
+
+
+class Recorded(Wrapped):
+    """Wraps any communicator; `take()` gives what was done since the last call."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner.rank, inner.world, inner.timeout)
+        self.inner = inner
+        self._trace, self._sends = Trace(), 0
+        self._operation: Operation | None = None
+        self._encoding, self._encoded = 0, False
+        self._to_decode = [0, 0]
+
+    def take(self) -> Trace:
+        taken, self._trace, self._sends, self._operation = self._trace, Trace(), 0, None
+        return taken
+
+    def post_send(self, message: Tensor, peer: int, operation: Operation) -> Pending:
+        parts = [] if operation.control else parts_of(message)
+        own = [entries for sender, entries, _ in parts if sender == self.rank]
+        self._begin(operation)
+        if not (self._encoded and operation.name in _PASSED_ON):
+            self._trace.add_work(self._encoding, len(own), sum(own))
+            self._encoded = self._encoded or bool(own)
+        if operation.control:
+            self._trace.add(CONTROL, peer, message.numel())
+        else:
+            entries, span = sum(part[1] for part in parts), sum(part[2] for part in parts)
+            self._trace.add(SEND, peer, message.numel(), len(parts), entries, span)
+        self._sends += 1
+        return _Sending(self, self.inner.post_send(message, peer, operation), self._sends - 1)
+
+    def post_recv(self, capacity: int, peer: int, operation: Operation) -> Pending:
+        self._begin(operation)
+        return _Receiving(self, self.inner.post_recv(capacity, peer, operation), peer, operation)
+
+    def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
+        self._trace.add(RING, x.numel(), x.element_size(), control)
+        self._operation = None
+        self.inner.all_reduce_(x, phase, control=control)
+
+    @contextmanager
+    def measure(self, operation: Operation) -> Iterator[None]:
+        """What an operation received is decoded after it, not between its messages."""
+        with self.inner.measure(operation):
+            yield
+        if any(self._to_decode):
+            self._trace.add(DECODE, *self._to_decode)
+            if operation.name in _MERGED:
+                self.added(self._to_decode[1])
+            self._to_decode = [0, 0]
+        if operation.name in _PASSED_ON:
+            self._operation = None
+
+    def arrived(self, message: Tensor, peer: int, operation: Operation) -> None:
+        self._trace.add(RECEIVE, peer)
+        for _, entries, _ in [] if operation.control else parts_of(message):
+            self._to_decode[0] += 1
+            self._to_decode[1] += entries
+
+    def added(self, entries: int) -> None:
+        self._trace.add(ADD, 0, entries)
+
+    def sent(self, number: int) -> None:
+        self._trace.add(FLUSH, number)
+
+    def _begin(self, operation: Operation) -> None:
+        """All messages of an operation are encoded before its first is sent."""
+        if operation != self._operation:
+            self._operation, self._encoded = operation, False
+            self._encoding = self._trace.add(ENCODE, 0, 0)
+
+
+class _Sending:
+    def __init__(self, comm: Recorded, pending: Pending, number: int) -> None:
+        self.comm, self.pending, self.number = comm, pending, number
+
+    def wait(self, deadline: float) -> Tensor:
+        self.comm.sent(self.number)
+        return self.pending.wait(deadline)
+
+
+class _Receiving:
+    def __init__(self, comm: Recorded, pending: Pending, peer: int, operation: Operation) -> None:
+        self.comm, self.pending, self.peer, self.operation = comm, pending, peer, operation
+
+    def wait(self, deadline: float) -> Tensor:
+        message = self.pending.wait(deadline)
+        self.comm.arrived(message, self.peer, self.operation)
+        return message

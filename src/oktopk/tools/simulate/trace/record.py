@@ -1,0 +1,122 @@
+"""Real reductions on ranks that are threads of this process, and what they said to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oktopk.algorithms import Algorithm, Dense, Reduction, TopkA
+from oktopk.algorithms.reducer import reduce_step
+from oktopk.algorithms.selection import target_count
+from oktopk.comm import Communicator, alone, run_threads
+from oktopk.feedback.accumulator import Accumulator
+from oktopk.metrics.stopwatch import Stopwatch
+from oktopk.tools.bench.gradients import Gradients
+from oktopk.wire.sparse_comm import Channel
+
+from .format import Recorded, Trace
+
+_TIMEOUT = 1200.0
+"""Seconds that a rank may wait for a message: all others may have to work, one by one, before it comes."""
+AGE = 8
+"""Steps that a rank goes alone before it is recorded or timed."""
+
+
+class Reducing:
+    """One rank that reduces gradients step by step, as a lane of the library does."""
+
+    def __init__(self, comm: Communicator, algorithm: Algorithm, gradients: Gradients, density: float) -> None:
+        self.comm, self.algorithm, self.gradients, self.density = comm, algorithm, gradients, density
+        self.size = gradients.buffer.numel()
+        self.k = target_count(self.size, density)
+        self.residual = None if isinstance(algorithm, Dense) else torch.zeros(self.size)
+        self.state: Any = None
+        self.gradient = gradients.buffer
+
+    def age(self, steps: int) -> None:
+        """Go some steps alone. In the first steps of all, residuals and thresholds grow as they never do later."""
+        if self.residual is None:
+            return
+        lonely = Reducing(alone(), TopkA(), self.gradients, self.density)
+        lonely.residual = self.residual
+        for step in range(steps):
+            lonely.prepare(step)
+            lonely.reduce(step)
+
+    def prepare(self, step: int) -> None:
+        """What is not part of the reduction."""
+        self.gradient = self.gradients.at(step)
+
+    def reduce(self, step: int, stopwatch: Stopwatch | None = None) -> Reduction:
+        channel = Channel(self.comm, self.size, step=step, stopwatch=stopwatch)
+        reduction, _ = reduce_step(
+            self.algorithm, channel, Accumulator(self.gradient, self.residual), self.k, self.state
+        )
+        self.state = reduction.state
+        return reduction
+
+
+def own_gradients(drawn: Gradients, rank: int) -> Gradients:
+    """A rank's gradients out of one draw: it looks at it through windows of its own, so memory is needed once."""
+    own = copy(drawn)
+    generator = torch.Generator().manual_seed(rank)
+    own.offsets = torch.randint(0, drawn.buffer.numel(), (len(drawn.offsets),), generator=generator).tolist()
+    own.buffer = torch.empty_like(drawn.buffer)
+    return own
+
+
+def finished(recorded: Recorded, reduction: Reduction) -> Trace:
+    """The trace of a step that is done; its result has been added up as well."""
+    recorded.added(sum(map(len, reduction.parts)))
+    return recorded.take()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The traces of all ranks: in the first step, which evaluates thresholds exactly, and in later ones."""
+
+    size: int
+    k: int
+    first: list[Trace]
+    steady: list[list[Trace]]
+
+
+def record(
+    algorithm: Algorithm, world: int, drawn: Gradients, density: float, *, skipped: int = 1, steady: int = 3
+) -> Recording:
+    """Run the first step, `skipped` ones that count for nothing, and `steady` ones."""
+
+    def rank(comm: Communicator) -> list[Trace]:
+        with torch.no_grad():
+            recorded = Recorded(comm)
+            reducing = Reducing(recorded, algorithm, own_gradients(drawn, comm.rank), density)
+            reducing.age(AGE)
+            traces = []
+            for step in range(1 + skipped + steady):
+                reducing.prepare(AGE + step)
+                trace = finished(recorded, reducing.reduce(AGE + step))
+                if step == 0 or step > skipped:
+                    traces.append(trace)
+            return traces
+
+    with _one_thread():
+        by_rank = run_threads(world, rank, _TIMEOUT, in_turns=True)
+    first, *later = ([traces[step] for traces in by_rank] for step in range(1 + steady))
+    size = drawn.buffer.numel()
+    return Recording(size, target_count(size, density), first, later)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Each rank would start as many threads as there are cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

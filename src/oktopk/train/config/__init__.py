@@ -1,0 +1,1 @@
+"""What a run is configured with, where each value comes from, and the plan that follows from it."""

@@ -1,0 +1,135 @@
+"""Where the value of each option comes from: command line > environment > config > workload > default."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from oktopk.utils.files import read_regular
+
+from ..tasks import WORKLOADS
+from .options import FROM_WORKLOAD, OPTIONS, ConfigError, TrainConfig, parse
+
+PREFIX = "OKTOPK_"
+_LARGEST = 1 << 20
+COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    config: TrainConfig
+    origins: Mapping[str, str]
+    """Of each option, in words."""
+
+    def lines(self) -> list[str]:
+        """One for each origin, with the options that come from there and have a value."""
+        found: dict[str, list[str]] = {}
+        for name, origin in self.origins.items():
+            if (value := getattr(self.config, name)) is not None:
+                found.setdefault(origin, []).append(f"{name} = {value}")
+        rank = {COMMAND_LINE: 0, DEFAULT: 2}
+        return [f"{o}: {', '.join(found[o])}" for o in sorted(found, key=lambda o: rank.get(o, 1))]
+
+
+def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None) -> Resolved:
+    """`given` is from the command line; `config` is the name of a shipped configuration, or a file."""
+    layers = [(COMMAND_LINE, dict(given)), (ENVIRONMENT, _from_environment(environment))]
+    if config is not None:
+        layers.append((f"config {config}", read_config(config)))
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers:
+        for name, value in layer.items():
+            if name not in values:
+                values[name] = parse(name, value, _named(origin, name))
+                origins[name] = _named(origin, name)
+    values.setdefault("dnn", TrainConfig.dnn)
+    workload = WORKLOADS[values["dnn"]]
+    for name in FROM_WORKLOAD:
+        if values.get(name) is None and getattr(workload, name) is not None:
+            values[name], origins[name] = getattr(workload, name), f"network {workload.dnn}"
+    if values["dataset"] != workload.dataset:
+        raise ConfigError(
+            f"{workload.dnn} trains on {workload.dataset}, not on {values['dataset']!r}: leave --dataset out"
+        )
+    return Resolved(TrainConfig(**values), {name: origins.get(name, DEFAULT) for name in OPTIONS})
+
+
+def _named(origin: str, name: str) -> str:
+    return f"{ENVIRONMENT} {PREFIX}{name.upper()}" if origin == ENVIRONMENT else origin
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    names = {f"{PREFIX}{name.upper()}": name for name in OPTIONS}
+    return {names[key]: value for key, value in environment.items() if key in names}
+
+
+def shipped() -> dict[str, str]:
+    """The configurations that come with the package: their names and their text."""
+    folder = files("oktopk.train") / "configs"
+    found = {entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
+    return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
+
+
+def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
+    """Options as a configuration has them, not parsed yet."""
+    known = shipped()
+    if str(name) in known:
+        text = known[str(name)]
+    elif Path(name).suffix == ".toml" or Path(name).exists():
+        try:
+            text = read_regular(Path(name), _LARGEST).decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config {name}: {getattr(error, 'strerror', None) or error}") from error
+    else:
+        raise ConfigError(f"no config {str(name)!r}: give a TOML file or one of {', '.join(known)}")
+    return _options(text, f"config {name}")
+
+
+def _options(text: str, origin: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # of the extra `train`; `oktopk doctor` does without it, and without configurations
+        import tomli as tomllib
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # besides TOMLDecodeError: long numbers, deep nesting
+        raise ConfigError(f"{origin}: not TOML: {error}") from error
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    for name in values:
+        if name not in OPTIONS:
+            close = get_close_matches(name, OPTIONS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(OPTIONS)}"
+            raise ConfigError(f"{origin}: unknown option {name}; {hint}")
+    return values
+
+
+def as_toml(resolved: Resolved) -> str:
+    """A file that `--config` takes, with the origin of each value beside it."""
+    lines = []
+    for name, origin in resolved.origins.items():
+        value = getattr(resolved.config, name)
+        if value is None:
+            lines.append(f"# {name} is not set")
+        else:
+            lines.append(f"{name} = {_toml(value)}  # {_comment(origin)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+
+
+def _comment(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)

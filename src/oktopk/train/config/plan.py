@@ -1,0 +1,102 @@
+"""What a run will do, said before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from oktopk.algorithms.volume import WORD_BYTES, oktopk_words, ring_words
+from oktopk.engine.schedule import RAMP_FROM
+from oktopk.metrics.events import ENTRY_BYTES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps are counted from 0, and so are epochs."""
+
+    steps_per_epoch: int
+    max_epochs: int
+    max_steps: int | None
+    warmup_steps: int
+    algorithm: str
+    density: float
+    parameters: int
+    world: int
+    ramp_steps: int = 0
+    ranks_per_host: int = 1
+
+    @property
+    def steps(self) -> int:
+        every = self.steps_per_epoch * self.max_epochs
+        return every if self.max_steps is None else min(every, self.max_steps)
+
+    @property
+    def epochs(self) -> int:
+        """How many are begun; the last one may be cut short by max_steps."""
+        return -(-self.steps // self.steps_per_epoch)
+
+    @property
+    def dense_steps(self) -> int:
+        return self.steps if self.algorithm == "dense" else min(self.steps, self.warmup_steps)
+
+    @property
+    def sparse_steps(self) -> int:
+        return self.steps - self.dense_steps
+
+    @property
+    def first_sparse_epoch(self) -> int | None:
+        return self.dense_steps // self.steps_per_epoch if self.sparse_steps else None
+
+    @property
+    def never_sparse(self) -> bool:
+        """Whether compression was asked for and will not begin."""
+        return self.algorithm != "dense" and self.sparse_steps == 0
+
+    def sentence(self) -> str:
+        """
+        >>> Plan(14, 10, None, 128, "oktopk", 0.01, 27_569_568, world=8).sentence()
+        '140 steps: 128 dense warm-up, 12 sparse; sparse starts in epoch 9'
+        """
+        if self.algorithm == "dense":
+            return f"{self.steps} steps, all dense"
+        if self.never_sparse:
+            return f"{self.steps} steps: all dense warm-up, 0 sparse"
+        begin = f"sparse starts in epoch {self.first_sparse_epoch}"
+        return f"{self.steps} steps: {self.dense_steps} dense warm-up, {self.sparse_steps} sparse; {begin}"
+
+    def row(self) -> dict[str, Any]:
+        derived = {
+            name: getattr(self, name) for name in ("steps", "dense_steps", "sparse_steps", "first_sparse_epoch")
+        }
+        said = {"sentence": self.sentence(), "volume": self.volume(), "warning": self.warning()}
+        return asdict(self) | derived | said
+
+    def warning(self) -> str | None:
+        if not self.never_sparse:
+            return None
+        return (
+            f"this run never reaches the sparse phase: it has {self.steps} steps, and the first "
+            f"{self.warmup_steps} are dense; set --warmup-steps below {self.steps}, or train longer"
+        )
+
+    def volume(self) -> list[str]:
+        """Bytes of a step, dense and sparse: the payload by its formula, and what a rank sends, as expected.
+
+        Ranks of a host that act as one send as one.
+        """
+        k, senders = max(1, round(self.density * self.parameters)), self.world // self.ranks_per_host
+        who = "rank" if self.ranks_per_host == 1 else "host"
+        ring = WORD_BYTES * ring_words(self.parameters, senders)
+        sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"one {who} alone sends nothing"
+        lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
+        if self.algorithm != "dense":
+            bound = WORD_BYTES * oktopk_words(k, senders)
+            bounded = self.algorithm == "oktopk" and senders > 1
+            about = f"; a {who} sends less than {bound:,.0f} on average (6k words)" if bounded else ""
+            payload = f"{ENTRY_BYTES * k:,} bytes for {k:,} entries"
+            lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
+            if self.ramp_steps and self.density < RAMP_FROM:
+                lines.append(
+                    f"the density comes down from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps"
+                )
+        return lines

@@ -1,0 +1,1 @@
+"""AN4 and other recorded speech: audio, features, labels, manifests."""

@@ -1,0 +1,1 @@
+"""Text for language models: words, sentence pairs, and the embedded prose."""

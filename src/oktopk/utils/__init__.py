@@ -1,0 +1,1 @@
+"""Files, signals, child processes and optional dependencies."""

@@ -1,0 +1,1 @@
+"""Sparse vectors, and how they travel between ranks."""

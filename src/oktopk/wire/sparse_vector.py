@@ -1,0 +1,102 @@
+"""Sparse vectors: increasing indices, values, and the size of the vector they belong to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+
+
+def all_finite(x: Tensor) -> bool:
+    """By the sum, which one that is not finite always spoils: one fast pass, where isfinite().all() takes thirty.
+
+    If it has only overflown, the extremes are finite.
+    """
+    if x.numel() == 0 or math.isfinite(x.sum().item()):
+        return True
+    low, high = torch.aminmax(x)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+@dataclass(frozen=True)
+class SparseVector:
+    """`values[j]` stands at `indices[j]` of a vector of `size` entries; indices strictly increase."""
+
+    indices: Tensor
+    values: Tensor
+    size: int
+
+    @staticmethod
+    def empty(size: int, device: torch.device | str = "cpu") -> SparseVector:
+        indices = torch.empty(0, dtype=kernels.index_dtype(size), device=device)
+        return SparseVector(indices, torch.empty(0, device=device), size)
+
+    @staticmethod
+    def join(parts: Sequence[SparseVector]) -> SparseVector:
+        """Concatenate parts whose index ranges follow each other."""
+        if len(parts) == 1:
+            return parts[0]
+        return SparseVector(
+            torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts]), parts[0].size
+        )
+
+    def __len__(self) -> int:
+        return self.indices.numel()
+
+    def __getitem__(self, entries: slice | Tensor) -> SparseVector:
+        """The given entries, in the order given."""
+        if isinstance(entries, Tensor):  # index_select is four times as fast as indexing
+            places = entries.nonzero().flatten() if entries.dtype == torch.bool else entries
+            return SparseVector(
+                self.indices.index_select(0, places), self.values.index_select(0, places), self.size
+            )
+        return SparseVector(self.indices[entries], self.values[entries], self.size)
+
+    def with_values(self, values: Tensor) -> SparseVector:
+        return SparseVector(self.indices, values, self.size)
+
+    def split(self, edges: Sequence[int]) -> list[SparseVector]:
+        """Part j has the indices in [edges[j], edges[j+1]); the edges do not decrease, from 0 to size."""
+        at = torch.tensor(list(edges), dtype=torch.int64, device=self.indices.device)
+        cuts = torch.searchsorted(self.indices, at.to(self.indices.dtype)).tolist()
+        return [self[start:stop] for start, stop in pairwise(cuts)]
+
+    def common(self, other: SparseVector) -> SparseVector:
+        """The entries of this vector whose index also occurs in the other."""
+        kernel = kernels.backend(self.values).common
+        return SparseVector(*kernel(self.indices, self.values, other.indices), self.size)
+
+    def at_least(self, threshold: float) -> SparseVector:
+        """The entries whose magnitude reaches the threshold."""
+        kernel = kernels.backend(self.values).filter_at_least
+        return SparseVector(*kernel(self.indices, self.values, threshold), self.size)
+
+    def largest(self, k: int) -> tuple[SparseVector, SparseVector]:
+        """(the k entries of largest magnitude, the rest); among equals the lowest index wins."""
+        if len(self) <= k:
+            return self, self[:0]
+        magnitude = self.values.abs()
+        kth = kernels.backend(self.values).kth_magnitude(self.values, k)
+        chosen = magnitude > kth
+        ties = torch.nonzero(magnitude == kth).flatten()
+        chosen[ties[: k - int(chosen.sum())]] = True
+        return self[chosen], self[~chosen]
+
+    def dense(self) -> Tensor:
+        out = torch.zeros(self.size, device=self.values.device)
+        out[self.indices.long()] = self.values
+        return out
+
+
+def sum_in_region(parts: Iterable[SparseVector], start: int, stop: int, size: int) -> SparseVector:
+    """Sum of vectors whose indices lie in [start, stop), added in the order given."""
+    first, rest = next(iterator := iter(parts)), iterator
+    pairs = ((p.indices, p.values) for p in chain([first], rest))
+    indices, values = kernels.backend(first.values).union_sum(pairs, start, stop - start)
+    return SparseVector(indices, values, size)
