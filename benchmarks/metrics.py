@@ -1,7 +1,7 @@
 """What metrics cost: the share of a step that the sinks and the stopwatch take.
 
 Two ranks as processes on this machine reduce a model of ten buckets; all sinks are on. What they take is timed
-inside the step, because differences between whole steps drown in the machine's noise.
+inside the step, because layout_mismatch between whole steps drown in the machine's noise.
 """
 
 from __future__ import annotations

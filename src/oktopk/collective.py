@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .algorithms import Algorithm, Reduction, find_algorithm
-from .algorithms.reducer import reduce_step
+from .algorithms.base import reduce_step
 from .algorithms.selection import target_count
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
 from .errors import naming_step
 from .feedback.accumulator import Accumulator, narrowed
 from .wire.message import VALUE_CODES
-from .wire.sparse_comm import Channel
+from .wire.sparse_comm import SparseCommunicator
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def sparse_allreduce(
     chosen = find_algorithm(algorithm)
     acc = Accumulator(_work_buffer(tensor, out), None if residual is None else residual.view(-1))
     k = target_count(acc.size, density)
-    channel = Channel(
+    channel = SparseCommunicator(
         meter,
         acc.size,
         step=step,

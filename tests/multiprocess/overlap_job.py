@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
-from oktopk.engine.async_reducer import Pipeline
+from oktopk.engine.async_reducer import AsyncReducer
 from oktopk.engine.step import StepReducer
 from oktopk.metrics.events import StepEvent
 from oktopk.metrics.sinks import MemorySink
@@ -34,21 +34,21 @@ TIMEOUT = 60.0
 
 def hold_back() -> None:
     """From now on no bucket is touched before finish(), which DDP's hook calls with the last one."""
-    reduce, finish, backward_has_ended = StepReducer.reduce, Pipeline.finish, threading.Event()
+    reduce, finish, backward_has_ended = StepReducer.reduce, AsyncReducer.finish, threading.Event()
 
     def reduce_later(self: StepReducer, *args: Any) -> None:
         if not backward_has_ended.wait(TIMEOUT):
             raise TimeoutError("backward did not end")
         reduce(self, *args)
 
-    def finish_now(self: Pipeline) -> StepEvent:
+    def finish_now(self: AsyncReducer) -> StepEvent:
         backward_has_ended.set()
         event = finish(self)
         backward_has_ended.clear()
         return event
 
     StepReducer.reduce = reduce_later  # type: ignore[method-assign]
-    Pipeline.finish = finish_now  # type: ignore[method-assign]
+    AsyncReducer.finish = finish_now  # type: ignore[method-assign]
 
 
 def train() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import stepping
 import oktopk
 from oktopk.engine import bucket_reducer as lanes
 from oktopk.engine import choice
-from oktopk.engine.recorder import Account
+from oktopk.engine.recorder import ReductionRecorder
 from oktopk.engine.ways import Ways
 from oktopk.metrics.events import ReductionEvent
 
@@ -29,12 +29,12 @@ def _early_retests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    class Faked(Account):
+    class Faked(ReductionRecorder):
         def close(self, phase: str, *args: Any, **facts: Any) -> ReductionEvent:
             event = super().close(phase, *args, **facts)
             return replace(event, start=0.0, stop=clock(self.meter.rank, self.step, self.bucket, phase))
 
-    monkeypatch.setattr(lanes, "Account", Faked)
+    monkeypatch.setattr(lanes, "ReductionRecorder", Faked)
     set_steps(monkeypatch, lambda parts: sum(part.stop - part.start for part in parts))
 
 
@@ -243,7 +243,7 @@ def test_a_run_resumed_before_its_first_decision_knows_its_dense_steps(monkeypat
 
 
 def test_momentum_correction_and_a_changing_way_keep_replicas_identical(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Velocities are a rank's own by the time a bucket goes dense; the result is the same on all ranks."""
+    """MomentumStore are a rank's own by the time a bucket goes dense; the result is the same on all ranks."""
     set_clock(monkeypatch, lambda rank, step, bucket, phase: 1.0 if phase == "dense" else 2.0)
     steps = stepping.run_steps(2, 16, auto=True, warmup_steps=4, momentum=0.5)
     assert {step[0].event.phase for step in steps[4:12]} == {"sparse"}

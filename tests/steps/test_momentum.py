@@ -94,7 +94,7 @@ def test_excluded_parameters_keep_plain_momentum_in_the_sparse_phase(algorithm: 
 
 
 def test_a_dense_step_after_sparse_ones_is_the_same_on_all_ranks() -> None:
-    """Velocities differ from rank to rank by then; the result must not."""
+    """MomentumStore differ from rank to rank by then; the result must not."""
 
     def job(comm: oktopk.Communicator) -> list[stepping.Grads]:
         with stepping.reducer_on(comm, momentum=M, warmup_steps=0) as sparse:

@@ -16,7 +16,7 @@ from worlds import wait_until
 
 from oktopk.cli import main
 from oktopk.comm import Communicator, Metered
-from oktopk.engine.async_reducer import Pipeline
+from oktopk.engine.async_reducer import AsyncReducer
 from oktopk.metrics.traffic import Operation, Traffic
 from oktopk.train.tasks import WORKLOADS, Workload
 from oktopk.train.tasks.schedules import annealed
@@ -33,7 +33,7 @@ PATIENCE = 250
 def watched() -> dict[Operation, Traffic]:
     """Fills with what meters count. What the training loop has to say besides reductions goes around them."""
     counted: dict[Operation, Traffic] = {}
-    take, run = Metered.take, Pipeline.run
+    take, run = Metered.take, AsyncReducer.run
 
     def noted(meter: Metered) -> dict[Operation, Traffic]:
         taken = take(meter)
@@ -41,10 +41,10 @@ def watched() -> dict[Operation, Traffic]:
             counted[operation] = counted.get(operation, Traffic()) + moved
         return taken
 
-    def around(reducer: Pipeline, job: Callable[[Communicator], None]) -> None:
+    def around(reducer: AsyncReducer, job: Callable[[Communicator], None]) -> None:
         run(reducer, lambda meter: job(meter.inner if isinstance(meter, Metered) else meter))
 
-    Metered.take, Pipeline.run = noted, around  # type: ignore[method-assign]
+    Metered.take, AsyncReducer.run = noted, around  # type: ignore[method-assign]
     return counted
 
 

@@ -16,7 +16,7 @@ from oktopk.tools.simulate.study import Question, price, recorded_size
 from oktopk.tools.simulate.trace import record, replay
 from oktopk.tools.simulate.trace.format import CONTROL, ENCODE, SEND, parts_of
 from oktopk.tools.simulate.trace.record import Reducing, own_gradients
-from oktopk.wire.sparse_comm import Channel
+from oktopk.wire.sparse_comm import SparseCommunicator
 
 NETWORK = Network(50e-6, 1.25e9)
 DENSITY = 0.05
@@ -80,7 +80,7 @@ class Twice(TopkA):
 
     name: ClassVar[str] = "topka"
 
-    def reduce(self, channel: Channel, acc, k: int, state) -> Reduction:
+    def reduce(self, channel: SparseCommunicator, acc, k: int, state) -> Reduction:
         super().reduce(channel, acc, k, state)
         return super().reduce(channel, acc, k, state)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oktopk.feedback.buckets import Bucket
-from oktopk.feedback.residuals import Feedback
+from oktopk.feedback.residuals import ResidualStore
 
 SIZES = {"a": 3, "b": 5000, "c": 1, "d": 0, "e": 70_001}
 
@@ -19,7 +19,7 @@ def bucket(names: str) -> Bucket:
 
 @pytest.mark.parametrize("layout", [["edcba"], ["b", "ac", "ed"], ["ea", "db", "c"]])
 def test_what_parameters_have_comes_along_to_other_buckets(layout: list[str]) -> None:
-    feedback = Feedback()
+    feedback = ResidualStore()
     feedback.flat(bucket("abcde")).copy_(torch.arange(sum(SIZES.values()), dtype=torch.float32))
     before = feedback.state_dict()
     for names in layout:
@@ -29,7 +29,7 @@ def test_what_parameters_have_comes_along_to_other_buckets(layout: list[str]) ->
 
 
 def test_a_bucket_that_was_dropped_starts_anew() -> None:
-    feedback = Feedback()
+    feedback = ResidualStore()
     for names in ("ab", "c"):
         feedback.flat(bucket(names)).fill_(1.0)
     feedback.drop(bucket("ab"))
@@ -41,7 +41,7 @@ def test_a_bucket_that_was_dropped_starts_anew() -> None:
 def test_memory_that_has_moved_is_given_back_before_the_last_parameter_moves() -> None:
     """As in DDP, whose first step has one bucket with all of them."""
     names, size = [f"p{i}" for i in range(32)], 1 << 20
-    feedback = Feedback()
+    feedback = ResidualStore()
     feedback.flat(Bucket(tuple(names), (size,) * len(names))).fill_(1.0)
     before = resident_bytes()
     for name in reversed(names[1:]):

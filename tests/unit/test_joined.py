@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from oktopk import AllReducer, run_threads
-from oktopk.feedback.accumulator import Accumulator
-from oktopk.feedback.joined import Joined
+from oktopk.feedback.accumulator import Accumulator, FusedAccumulator
 from oktopk.kernels import Picked
 from oktopk.wire.sparse_vector import SparseVector
 
@@ -22,23 +21,23 @@ def heavy(size: int, seed: int) -> torch.Tensor:
     return (8 * x).round() / 8  # with ties
 
 
-def pair(sizes: list[int], seed: int = 0) -> tuple[Accumulator, Joined]:
+def pair(sizes: list[int], seed: int = 0) -> tuple[Accumulator, FusedAccumulator]:
     grad, residual = heavy(sum(sizes), seed), heavy(sum(sizes), seed + 1)
     members = [
         Accumulator(g, r) for g, r in zip(grad.clone().split(sizes), residual.clone().split(sizes), strict=True)
     ]
-    return Accumulator(grad, residual), Joined(members)
+    return Accumulator(grad, residual), FusedAccumulator(members)
 
 
 def told(picked: Picked) -> tuple[object, ...]:
     return picked.indices.tolist(), picked.values.tolist(), picked.count, picked.above, picked.finite
 
 
-def work(joined: Joined) -> torch.Tensor:
+def work(joined: FusedAccumulator) -> torch.Tensor:
     return torch.cat([member.work for member in joined.members])
 
 
-def residual(joined: Joined) -> torch.Tensor:
+def residual(joined: FusedAccumulator) -> torch.Tensor:
     return torch.cat([member.values for member in joined.members])
 
 
@@ -89,7 +88,7 @@ def test_a_step_is_taken_back():
     one, several = pair([40, 33])
     before = one.residual.clone()
     several.select(1.0, 5)
-    several.roll_back()
+    several.rollback()
     assert torch.equal(residual(several), before)
     assert not work(several).any()
 
@@ -163,7 +162,7 @@ def test_a_mean_goes_to_all_members_and_a_copy_is_there_for_who_asks():
     assert torch.equal(one.values, several.values)
     mean = heavy(73, 9)
     for acc in (one, several):
-        acc.finish_dense(mean)
+        acc.write_dense_mean(mean)
     assert torch.equal(one.work, work(several))
     assert torch.equal(one.residual, residual(several))
 
@@ -171,7 +170,9 @@ def test_a_mean_goes_to_all_members_and_a_copy_is_there_for_who_asks():
 def test_next_to_nothing_is_not_looked_at_again():
     grad = torch.zeros(100)
     grad[::9] = 1.0
-    several = Joined([Accumulator(part.clone(), torch.zeros(part.numel())) for part in grad.split([60, 40])])
+    several = FusedAccumulator(
+        [Accumulator(part.clone(), torch.zeros(part.numel())) for part in grad.split([60, 40])]
+    )
     assert several.kth_magnitude(12) == 1.0
     assert several.kth_magnitude(50) == 0.0
 

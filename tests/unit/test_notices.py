@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from oktopk.comm import failure_board as notices
-from oktopk.comm.failure_board import Loss, Notices
+from oktopk.comm.failure_board import FailureBoard, Loss
 
 P = 4
 
@@ -46,8 +46,8 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     return made
 
 
-def ranks() -> list[Notices]:
-    return [Notices("job", rank, P) for rank in range(P)]
+def ranks() -> list[FailureBoard]:
+    return [FailureBoard("job", rank, P) for rank in range(P)]
 
 
 def losses(peers: dict[int, int | None]) -> dict[int, Loss]:

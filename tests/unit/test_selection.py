@@ -112,7 +112,7 @@ def test_roll_back_restores_the_residual_to_the_bit(kernels: Backend, passes: in
     acc = accumulator(grad, kernels, residual)
     for _ in range(passes):
         acc.select(0.5, 10)
-    acc.roll_back()
+    acc.rollback()
     assert bits(residual) == before
     assert acc.work.count_nonzero() == 0
 
@@ -121,7 +121,7 @@ def test_roll_back_restores_the_residual_to_the_bit(kernels: Backend, passes: in
 def test_roll_back_without_a_residual_leaves_zeros(kernels: Backend) -> None:
     acc = accumulator(heavy(97), kernels)
     acc.select(1.0, 97)
-    acc.roll_back()
+    acc.rollback()
     assert bits(acc.work) == [0] * 97
 
 
@@ -153,10 +153,10 @@ def test_finish_leaves_the_mean(kernels: Backend, world: int) -> None:
 def test_finish_dense_sends_everything() -> None:
     residual, mean = normal(10), torch.arange(10.0)
     acc = accumulator(heavy(10), None, residual)
-    acc.finish_dense(mean)
+    acc.write_dense_mean(mean)
     assert torch.equal(acc.work, mean)
     assert residual.count_nonzero() == 0
-    acc.finish_dense(acc.work)
+    acc.write_dense_mean(acc.work)
     assert torch.equal(acc.work, mean)
 
 

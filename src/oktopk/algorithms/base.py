@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..feedback.accumulator import Accumulator
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector, all_finite, sum_in_region
 
 
@@ -46,7 +46,7 @@ class Algorithm(ABC):
     """The count a rank selects stays within these multiples of k."""
 
     @abstractmethod
-    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
+    def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
         """Sum over all ranks what each selects of its acc, about k entries.
 
         `state` is what the last reduction of this bucket returned, or None. A skipped step must leave it as it
@@ -83,16 +83,16 @@ def equal_regions(size: int, world: int) -> list[int]:
 
 
 def split_and_reduce(
-    channel: Channel, local: SparseVector, edges: Sequence[int], limit: int
+    comm: SparseCommunicator, local: SparseVector, edges: Sequence[int], limit: int
 ) -> tuple[SparseVector, SparseVector]:
     """Sparse reduce-scatter: each entry goes to the owner of its region, who adds up in a fixed order.
 
     Returns the sums of the own region, and the local selection as its receivers saw it.
     """
-    rank = channel.rank
-    sent, incoming = channel.exchange(local.split(edges), edges, limit)
+    rank = comm.rank
+    sent, incoming = comm.exchange(local.split(edges), edges, limit)
     sums = sum_in_region(chain([sent[rank]], incoming), edges[rank], edges[rank + 1], local.size)
-    channel.note(all_finite(sums.values))
+    comm.check_finite(all_finite(sums.values))
     return sums, local.with_values(torch.cat([part.values for part in sent]))
 
 
@@ -101,3 +101,36 @@ def rounding_error(exact: SparseVector, seen: SparseVector) -> list[SparseVector
     if seen.values is exact.values:
         return []
     return [exact.with_values(seen.values - exact.values)]
+
+
+def reduce_step(
+    algorithm: Algorithm,
+    comm: SparseCommunicator,
+    acc: Accumulator,
+    k: int,
+    state: Any,
+    inspect: Callable[[Accumulator], None] | None = None,
+) -> tuple[Reduction, int]:
+    """Run the algorithm and settle the outcome: acc becomes the mean, the residual keeps the rest.
+
+    Returns the reduction and the number of entries in the mean: its non-zeros, or all of them if it is dense.
+    When the reduction is skipped, the mean is zero and the residual is what it was before, to the bit; `inspect`
+    gets to see acc before that.
+    """
+    if acc.size == 0:
+        return Reduction(state=state), 0
+    try:
+        reduction = algorithm.reduce(comm, acc, k, state)
+    except BaseException:
+        acc.rollback()  # nothing has been applied: the gradient must not count twice when the step is repeated
+        raise
+    if reduction.skipped:
+        if inspect is not None:
+            inspect(acc)
+        acc.rollback()
+        return replace(reduction, state=state), 0
+    if reduction.mean is not None:
+        acc.write_dense_mean(reduction.mean)
+        return reduction, acc.size
+    acc.release(reduction.leaving)
+    return reduction, acc.finish(reduction.parts, comm.world)

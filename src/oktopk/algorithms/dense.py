@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..feedback.accumulator import Accumulator
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite
 from .base import Algorithm, Reduction, skip
 
@@ -20,11 +20,11 @@ class Dense(Algorithm):
 
     name: ClassVar[str] = "dense"
 
-    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
+    def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
         values = acc.values
-        mean = values.mul_(1.0 / channel.world) if acc.residual is None else values * (1.0 / channel.world)
-        if channel.world > 1:
-            channel.comm.all_reduce_(mean, "dense")
+        mean = values.mul_(1.0 / comm.world) if acc.residual is None else values * (1.0 / comm.world)
+        if comm.world > 1:
+            comm.transport.all_reduce_(mean, "dense")
         if not all_finite(mean):
             return skip(state)
         return Reduction(mean=mean, local_count=acc.size, state=state)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..feedback.accumulator import Accumulator
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from .base import Algorithm, Reduction
 from .selection import select_gaussian
 from .topka import gather_all
@@ -24,7 +24,7 @@ class Gaussiank(Algorithm):
     band: ClassVar[tuple[float, float]] = (2 / 3, 4 / 3)
     rounds: int = 8
 
-    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        with channel.stopwatch.stage("select"):
+    def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
+        with comm.stopwatch.stage("select"):
             chosen = select_gaussian(acc, k, self.rounds)
-        return gather_all(channel, chosen, max(k, 4 * k // 3), state, state)
+        return gather_all(comm, chosen, max(k, 4 * k // 3), state, state)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..feedback.accumulator import Accumulator
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite, sum_in_region
 from .base import Algorithm, Reduction, rounding_error, skip
 from .selection import select_exact
@@ -26,29 +26,29 @@ class GTopk(Algorithm):
 
     name: ClassVar[str] = "gtopk"
 
-    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        with channel.stopwatch.stage("select"):
+    def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
+        with comm.stopwatch.stage("select"):
             chosen = select_exact(acc, k, state)
-        channel.note(chosen.finite)
+        comm.check_finite(chosen.finite)
         held, leaving = chosen.vector, [chosen.vector]
         parent = None
-        for peer, receives in merges(channel.rank, channel.world):
+        for peer, receives in merges(comm.rank, comm.world):
             if not receives:
                 parent = peer
                 break
-            merged = sum_in_region([held, channel.recv(peer, k)], 0, acc.size, acc.size)
-            channel.note(all_finite(merged.values))
+            merged = sum_in_region([held, comm.recv(peer, k)], 0, acc.size, acc.size)
+            comm.check_finite(all_finite(merged.values))
             held, dropped = merged.largest(k)
             back = acc.at(dropped.indices) + dropped.values  # what the residual here would hold
-            channel.note(all_finite(back))
+            comm.check_finite(all_finite(back))
             leaving.append(dropped.with_values(-dropped.values))
         if parent is not None:
-            leaving += rounding_error(held, channel.send(held, parent))
+            leaving += rounding_error(held, comm.send(held, parent))
 
-        result = channel.broadcast(held if channel.rank == 0 else None, k)
-        if channel.nonfinite:
+        result = comm.broadcast(held if comm.rank == 0 else None, k)
+        if comm.nonfinite:
             return skip(state)
-        if channel.rank == 0:
+        if comm.rank == 0:
             leaving += rounding_error(held, result)
         return Reduction(
             parts=[result],

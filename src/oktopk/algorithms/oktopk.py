@@ -25,7 +25,7 @@ from ..comm import Communicator
 from ..feedback.accumulator import Accumulator
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
 from ..wire import message as wire
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, equal_regions, foreign_state, rounding_error, skip, split_and_reduce
 from .selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
@@ -80,24 +80,26 @@ class OkTopk(Algorithm):
     tau_prime: int = 32
     imbalance: float = 2.0
 
-    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: OkTopkTracking | None) -> Reduction:
+    def reduce(
+        self, comm: SparseCommunicator, acc: Accumulator, k: int, state: OkTopkTracking | None
+    ) -> Reduction:
         """One step, in the order of the paper."""
         known = state or OkTopkTracking()
-        with channel.stopwatch.stage("select"):
+        with comm.stopwatch.stage("select"):
             chosen, tracker = TrackedSelection(self.tau_prime).select(acc, k, known.local)
-        channel.note(chosen.finite)
+        comm.check_finite(chosen.finite)
 
         edges: Sequence[int] = known.edges
-        if known.steps % self.tau == 0 or len(edges) != channel.world + 1:
-            edges = balanced_regions(channel.comm, chosen.vector)
+        if known.steps % self.tau == 0 or len(edges) != comm.world + 1:
+            edges = balanced_regions(comm.transport, chosen.vector)
 
-        sums, sent = split_and_reduce(channel, chosen.vector, edges, hard_cap(k))
-        overall = self._select_overall(channel, sums, k, known.overall)
+        sums, sent = split_and_reduce(comm, chosen.vector, edges, hard_cap(k))
+        overall = self._select_overall(comm, sums, k, known.overall)
         if overall is None:
             return skip(state)
 
-        winners, lost = self._balance_and_gather(channel, overall, edges)
-        if channel.nonfinite:
+        winners, lost = self._balance_and_gather(comm, overall, edges)
+        if comm.nonfinite:
             return skip(state)
         return Reduction(
             parts=[winners],
@@ -134,7 +136,7 @@ class OkTopk(Algorithm):
         )
 
     def _select_overall(
-        self, channel: Channel, sums: SparseVector, k: int, last: GlobalThreshold | None
+        self, comm: SparseCommunicator, sums: SparseVector, k: int, last: GlobalThreshold | None
     ) -> Overall | None:
         """Which sums survive: about k over all regions, by a threshold that all ranks share.
 
@@ -144,33 +146,33 @@ class OkTopk(Algorithm):
         """
         first = 0 if last is None else max(1, bin_of(last.value) - BINS)
         histogram = backend(sums.values).magnitude_histogram(sums.values, first, 2 * BINS)
-        counts = [int(channel.nonfinite), *histogram]  # none is larger than an index
-        reports = np.array(channel.comm.all_gather_ints(counts, "counts", index_dtype(channel.size)))
+        counts = [int(comm.nonfinite), *histogram]  # none is larger than an index
+        reports = np.array(comm.transport.all_gather_ints(counts, "counts", index_dtype(comm.size)))
         if reports[:, 0].any():
             return None
         best, count = nearest_edge(reports[:, 1:].sum(0).tolist(), k)
-        due = last is None or last.age + 1 >= self.tau_prime or k == channel.size
+        due = last is None or last.age + 1 >= self.tau_prime or k == comm.size
         if last is not None and not due and 0 < best < 2 * BINS - 1 and in_band(count, k):
             threshold = GlobalThreshold(bin_edge(first + best), last.age + 1)
             sizes = reports[:, 1 + best :].sum(1).tolist()
             return Overall(sums.at_least(threshold.value), sizes, threshold)
-        value, own, sizes = exact_overall(channel.comm, sums, k)
+        value, own, sizes = exact_overall(comm.transport, sums, k)
         return Overall(own, sizes, GlobalThreshold(value))
 
     def _balance_and_gather(
-        self, channel: Channel, overall: Overall, edges: Sequence[int]
+        self, comm: SparseCommunicator, overall: Overall, edges: Sequence[int]
     ) -> tuple[SparseVector, list[SparseVector]]:
         """Everybody's survivors on every rank, and what rounding on the way gives back to this rank's residual."""
         own, sizes = overall.own, overall.sizes
         lost: list[SparseVector] = []
-        mean = -(-sum(sizes) // channel.world)
+        mean = -(-sum(sizes) // comm.world)
         regions: Sequence[int] | None = edges
         if max(sizes) > self.imbalance * mean:
-            own, lost = balance(channel, own, sizes)
-            sizes, regions = [mean] * channel.world, None
-        capacity = wire.capacity(max(sizes), channel.size, channel.values)
-        parts = channel.all_gather(own, capacity, regions)
-        return SparseVector.join(parts), [*lost, *rounding_error(own, parts[channel.rank])]
+            own, lost = balance(comm, own, sizes)
+            sizes, regions = [mean] * comm.world, None
+        capacity = wire.capacity(max(sizes), comm.size, comm.values)
+        parts = comm.all_gather(own, capacity, regions)
+        return SparseVector.join(parts), [*lost, *rounding_error(own, parts[comm.rank])]
 
 
 def balanced_regions(comm: Communicator, local: SparseVector) -> list[int]:
@@ -234,7 +236,9 @@ def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
     return torch.tensor(prefix, dtype=torch.int32).view(torch.float32).item()
 
 
-def balance(channel: Channel, own: SparseVector, sizes: Sequence[int]) -> tuple[SparseVector, list[SparseVector]]:
+def balance(
+    comm: SparseCommunicator, own: SparseVector, sizes: Sequence[int]
+) -> tuple[SparseVector, list[SparseVector]]:
     """Even out the buffers: of all entries in a line, block j of about equal length goes to rank j.
 
     Returns this rank's block, and what rounding on the way gives back to its residual.
@@ -242,13 +246,13 @@ def balance(channel: Channel, own: SparseVector, sizes: Sequence[int]) -> tuple[
     line = [0]
     for size in sizes:
         line.append(line[-1] + size)
-    blocks = equal_regions(line[-1], channel.world)
-    start, rank = line[channel.rank], channel.rank
-    outgoing = [own[slice(*overlap(line, rank, blocks, peer, start))] for peer in range(channel.world)]
-    counts = [stop - begin for begin, stop in (overlap(line, r, blocks, rank) for r in range(channel.world))]
-    sent, arrived = channel.rearrange(outgoing, [count > 0 for count in counts], blocks[1] - blocks[0])
+    blocks = equal_regions(line[-1], comm.world)
+    start, rank = line[comm.rank], comm.rank
+    outgoing = [own[slice(*overlap(line, rank, blocks, peer, start))] for peer in range(comm.world)]
+    counts = [stop - begin for begin, stop in (overlap(line, r, blocks, rank) for r in range(comm.world))]
+    sent, arrived = comm.rearrange(outgoing, [count > 0 for count in counts], blocks[1] - blocks[0])
     arrived[rank] = outgoing[rank]
-    block = SparseVector.join([arrived[r] for r in range(channel.world) if counts[r] or r == rank])
+    block = SparseVector.join([arrived[r] for r in range(comm.world) if counts[r] or r == rank])
     return block, rounding_error(own, SparseVector.join(sent)) if len(own) else []
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..feedback.accumulator import Accumulator
 from ..wire import message as wire
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from .base import Algorithm, Reduction, skip
 from .selection import Chosen, select_exact
 
@@ -27,22 +27,22 @@ class TopkA(Algorithm):
 
     name: ClassVar[str] = "topka"
 
-    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        with channel.stopwatch.stage("select"):
+    def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
+        with comm.stopwatch.stage("select"):
             chosen = select_exact(acc, k, state)
-        return gather_all(channel, chosen, k, state, chosen.threshold)
+        return gather_all(comm, chosen, k, state, chosen.threshold)
 
 
-def gather_all(channel: Channel, chosen: Chosen, limit: int, state: Any, next_state: Any) -> Reduction:
+def gather_all(comm: SparseCommunicator, chosen: Chosen, limit: int, state: Any, next_state: Any) -> Reduction:
     """All-gather what each rank has chosen, at most `limit` entries."""
-    channel.note(chosen.finite)
-    capacity = wire.capacity(limit, channel.size, channel.values)
-    parts = channel.all_gather(chosen.vector, capacity)
-    largest_mean = sum(float(p.values.abs().max()) for p in parts if len(p)) / channel.world
-    channel.note(largest_mean < LARGEST)  # all ranks have the same parts and find the same
-    if channel.nonfinite:
+    comm.check_finite(chosen.finite)
+    capacity = wire.capacity(limit, comm.size, comm.values)
+    parts = comm.all_gather(chosen.vector, capacity)
+    largest_mean = sum(float(p.values.abs().max()) for p in parts if len(p)) / comm.world
+    comm.check_finite(largest_mean < LARGEST)  # all ranks have the same parts and find the same
+    if comm.nonfinite:
         return skip(state)
-    own = parts[channel.rank]
+    own = parts[comm.rank]
     return Reduction(
         parts=parts,
         leaving=[own],

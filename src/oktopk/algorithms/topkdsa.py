@@ -10,7 +10,7 @@ import torch
 from ..feedback.accumulator import Accumulator
 from ..kernels import index_dtype
 from ..wire import message as wire
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
 from .selection import select_exact
@@ -27,24 +27,24 @@ class TopkDSA(Algorithm):
 
     name: ClassVar[str] = "topkdsa"
 
-    def reduce(self, channel: Channel, acc: Accumulator, k: int, state: Any) -> Reduction:
-        with channel.stopwatch.stage("select"):
+    def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
+        with comm.stopwatch.stage("select"):
             chosen = select_exact(acc, k, state)
-        channel.note(chosen.finite)
-        edges = equal_regions(acc.size, channel.world)
-        sums, sent = split_and_reduce(channel, chosen.vector, edges, k)
+        comm.check_finite(chosen.finite)
+        edges = equal_regions(acc.size, comm.world)
+        sums, sent = split_and_reduce(comm, chosen.vector, edges, k)
         sums = sums[sums.values != 0]
 
-        start, stop = edges[channel.rank], edges[channel.rank + 1]
+        start, stop = edges[comm.rank], edges[comm.rank + 1]
         if 2 * len(sums) >= stop - start:
             sums = _filled(sums, start, stop)
-        capacity = wire.region_capacity(edges[1] - edges[0], channel.values)
-        parts = channel.all_gather(sums, capacity, edges)
-        if channel.nonfinite:
+        capacity = wire.region_capacity(edges[1] - edges[0], comm.values)
+        parts = comm.all_gather(sums, capacity, edges)
+        if comm.nonfinite:
             return skip(state)
         return Reduction(
             parts=parts,
-            leaving=[sent, *rounding_error(sums, parts[channel.rank])],
+            leaving=[sent, *rounding_error(sums, parts[comm.rank])],
             state=chosen.threshold,
             local_count=len(chosen.vector),
             threshold=chosen.threshold,

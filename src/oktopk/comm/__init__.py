@@ -9,13 +9,12 @@ import torch.distributed as dist
 from ..errors import CommError
 from ..metrics.traffic import Operation, Traffic, total
 from .agreement import agree, gather_json
-from .base import DEFAULT_TIMEOUT, Communicator, Pending, pack, packed_bytes, unpack
+from .base import DEFAULT_TIMEOUT, Communicator, Pending, Wrapped, pack, packed_bytes, unpack
 from .group import GroupCommunicator
 from .metered import Metered
 from .mpi import MPICommunicator
 from .subset import Subset
 from .threads import ThreadCommunicator, alone, run_threads
-from .wrapped import Wrapped
 
 
 def default_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:

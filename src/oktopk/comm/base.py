@@ -318,3 +318,24 @@ class Communicator(ABC):
     def _check_fits(self, message: Tensor, capacity: int, operation: Operation) -> None:
         if message.numel() > capacity:
             raise CommError(f"{operation}: a message of {message.numel()} bytes for a capacity of {capacity}")
+
+
+class Wrapped(Communicator):
+    """A communicator over another one, `inner`: what concerns no single message goes there as it is."""
+
+    inner: Communicator
+
+    def known_as(self, rank: int) -> int:
+        return self.inner.known_as(rank)
+
+    def measure(self, operation: Operation) -> AbstractContextManager[None]:
+        return self.inner.measure(operation)
+
+    def fail(self, error: BaseException) -> None:
+        self.inner.fail(error)
+
+    def interrupt(self) -> None:
+        self.inner.interrupt()
+
+    def close(self) -> None:
+        self.inner.close()

@@ -36,7 +36,7 @@ class Loss(NamedTuple):
     """Who is lost, as far as others have left notes."""
 
 
-class Notices:
+class FailureBoard:
     """The notes of one communicator, as one of its ranks leaves and reads them."""
 
     def __init__(self, name: str, rank: int, world: int) -> None:

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from ..errors import Aborted, CommError, CommTimeout, OkTopkError
 from ..metrics.traffic import Operation
 from .base import DEFAULT_TIMEOUT, ROOM, Communicator, interrupted, listed, seconds_until, trim
-from .failure_board import Notices
+from .failure_board import FailureBoard
 from .gloo_abort import AT_ONCE, cut
 from .tcp.mesh import Closed, Mesh
 from .tcp.rendezvous import MEETING, connect_all, tcp_allowed
@@ -116,7 +116,7 @@ class GroupCommunicator(Communicator):
         if apart:
             _made[ranks] += 1
             name = f"{_life()}/{'-'.join(map(str, ranks))}/{_made[ranks]}"
-        self._notices = Notices(name, self.rank, self.world)
+        self._notices = FailureBoard(name, self.rank, self.world)
         if apart:
             self._messages = self._connect(name, tcp)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..metrics.stopwatch import Stopwatch
 from ..metrics.traffic import Operation, Tally, Traffic, ring, total
-from .base import Communicator, Pending
-from .wrapped import Wrapped
+from .base import Communicator, Pending, Wrapped
 
 
 class Metered(Wrapped):

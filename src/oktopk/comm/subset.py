@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..metrics.traffic import Operation
-from .base import Communicator, Pending
+from .base import Communicator, Pending, Wrapped
 from .control import seal, sealed_bytes, unseal
-from .wrapped import Wrapped
 
 
 class Subset(Wrapped):

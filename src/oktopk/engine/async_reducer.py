@@ -25,7 +25,7 @@ from .step import StepReducer
 from .worker import Job, Worker
 
 _log = logging.getLogger(__name__)
-Self = TypeVar("Self", bound="Pipeline")
+Self = TypeVar("Self", bound="AsyncReducer")
 
 
 class Scaler(Protocol):
@@ -36,7 +36,7 @@ class Scaler(Protocol):
     def is_enabled(self) -> bool: ...
 
 
-class Pipeline:
+class AsyncReducer:
     """One FIFO worker thread with a communicator of its own, and the reducer it drives.
 
     submit() hands over a bucket and returns at once; finish() waits for all buckets of the step. After an error

@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from ..algorithms import Dense
-from ..algorithms.reducer import reduce_step
+from ..algorithms.base import reduce_step
 from ..algorithms.selection import target_count
 from ..comm import Metered
-from ..feedback.accumulator import Accumulator, narrowed
+from ..feedback.accumulator import Accumulator, fuse, narrowed
 from ..feedback.buckets import Bucket
-from ..feedback.joined import joined
-from ..feedback.momentum import Velocities
-from ..feedback.residuals import Feedback
+from ..feedback.momentum import MomentumStore
+from ..feedback.residuals import ResidualStore
 from ..kernels import backend
 from ..metrics.events import DENSE, SPARSE, ReductionEvent, Volume
 from ..wire.message import VALUE_CODES
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite
-from .bucket_state import Lane, Left, Settled, dense_settled
-from .recorder import Account, lateness
+from .bucket_state import BucketResult, BucketState, SentEntries, dense_settled
+from .recorder import ReductionRecorder, lateness
 from .settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ Inspect = Callable[[Accumulator], None]
 class _Member:
     """A bucket while it is reduced sparse."""
 
-    lane: Lane
+    lane: BucketState
     grad: Tensor
     work: Tensor
     residual: Tensor
@@ -55,23 +54,23 @@ class _Member:
     """The mean of those over ranks."""
 
 
-class LaneReducer:
+class BucketReducer:
     """Everything that is done to one bucket. Residuals and velocities of all buckets live here."""
 
     def __init__(self, settings: Settings, meter: Metered, unused_stay: bool = False) -> None:
         self.settings, self.meter = settings, meter
         self.unused_stay = unused_stay
-        self.residuals = Feedback()
-        self.velocities = Velocities(settings.momentum)
+        self.residuals = ResidualStore()
+        self.velocities = MomentumStore(settings.momentum)
         self.blocked = 0.0
 
     def dense(
-        self, lane: Lane, grad: Tensor, scale: float | None, step: int, inspect: Inspect
-    ) -> tuple[Settled, ReductionEvent]:
-        account = Account(self.meter, step, lane.index, lane.bucket.size)
+        self, lane: BucketState, grad: Tensor, scale: float | None, step: int, inspect: Inspect
+    ) -> tuple[BucketResult, ReductionEvent]:
+        account = ReductionRecorder(self.meter, step, lane.index, lane.bucket.size)
         work, residual = self.dense_work(lane, grad, scale)
         acc = Accumulator(work, residual)
-        channel = Channel(self.meter, lane.bucket.size, stopwatch=account.watch)
+        channel = SparseCommunicator(self.meter, lane.bucket.size, stopwatch=account.watch)
         with self.set_aside(lane.bucket, work, residual) as idle:
             velocity = self.velocities.next(lane.bucket, work, idle)
             reduction, _ = reduce_step(Dense(), channel, acc, lane.bucket.size, None, inspect)
@@ -85,22 +84,22 @@ class LaneReducer:
         )  # fmt: skip
         return dense_settled(lane, grad, acc, scale, reduction.skipped, bool(idle)), event
 
-    def dense_work(self, lane: Lane, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+    def dense_work(self, lane: BucketState, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         """Memory for a dense result, the gradient's own if possible, and the residual that must go out with it."""
         residual = self.residuals.peek(lane.bucket, grad.device)  # of sparse steps, or of lost ones
         plain = residual is None and scale is None and not self.settings.momentum
         return grad if plain else _unscaled(grad, scale), residual
 
     def sparse(
-        self, lanes: Sequence[Lane], grads: Sequence[Tensor], scale: float | None, density: float, step: int,
+        self, lanes: Sequence[BucketState], grads: Sequence[Tensor], scale: float | None, density: float, step: int,
         inspect: Inspect,
-    ) -> tuple[list[Settled], ReductionEvent]:  # fmt: skip
+    ) -> tuple[list[BucketResult], ReductionEvent]:  # fmt: skip
         """Several buckets share their messages: the algorithm sees them as one, with one k and one threshold."""
         size, entries = sum(lane.bucket.size for lane in lanes), sum(lane.free for lane in lanes)
-        account = Account(self.meter, step, lanes[0].index, size)
+        account = ReductionRecorder(self.meter, step, lanes[0].index, size)
         members = [self._member(lane, grad, scale) for lane, grad in zip(lanes, grads, strict=True)]
-        acc = joined([Accumulator(member.work, member.residual) for member in members])
-        channel = Channel(
+        acc = fuse([Accumulator(member.work, member.residual) for member in members])
+        channel = SparseCommunicator(
             self.meter, size, step=step, bucket=lanes[0].index, values=VALUE_CODES[self.settings.values],
             device=acc.device, stopwatch=account.watch, blocked_before=self.blocked,
         )  # fmt: skip
@@ -112,7 +111,7 @@ class LaneReducer:
         lanes[0].tracking = reduction.state
         self.blocked = account.exchange
         settled = [
-            self._settle(member, Left(acc, place, reduction.leaving), reduction.skipped)
+            self._settle(member, SentEntries(acc, place, reduction.leaving), reduction.skipped)
             for place, member in enumerate(members)
         ]
         if self.settings.ranks_per_host > 1 and reduction.mean is None:
@@ -136,7 +135,7 @@ class LaneReducer:
         )  # fmt: skip
         return settled, event
 
-    def _member(self, lane: Lane, grad: Tensor, scale: float | None) -> _Member:
+    def _member(self, lane: BucketState, grad: Tensor, scale: float | None) -> _Member:
         work = _unscaled(grad, scale)
         return _Member(lane, grad, work, self.residuals.flat(lane.bucket, work.device), scale)
 
@@ -159,30 +158,30 @@ class LaneReducer:
             _put_kept(members)
             raise
 
-    def _tracking(self, lane: Lane, size: int) -> Any:
+    def _tracking(self, lane: BucketState, size: int) -> Any:
         """What the algorithm remembers, unless it was of another size: buckets may be joined differently now."""
         known = lane.tracking
         return None if known is None or self.settings.algorithm.state_problem(known, size) else known
 
-    def _settle(self, member: _Member, left: Left, skipped: bool) -> Settled:
+    def _settle(self, member: _Member, left: SentEntries, skipped: bool) -> BucketResult:
         lane, masked = member.lane, None
         if skipped:
-            return Settled(lane, member.grad, member.work, member.scale)
+            return BucketResult(lane, member.grad, member.work, member.scale)
         if lane.always_dense.numel():
             member.work[lane.always_dense] = member.mean
         if member.velocity is not None:
             masked = self.velocities.keep(lane.bucket, member.velocity, left.vectors())
-        return Settled(lane, member.grad, member.work, member.scale, left, lane.always_dense, masked)
+        return BucketResult(lane, member.grad, member.work, member.scale, left, lane.always_dense, masked)
 
     def untouched(
-        self, lane: Lane, grad: Tensor, scale: float | None, phase: str, step: int
-    ) -> tuple[Settled, ReductionEvent]:
+        self, lane: BucketState, grad: Tensor, scale: float | None, phase: str, step: int
+    ) -> tuple[BucketResult, ReductionEvent]:
         """A bucket that comes after the one that was not finite: nothing is sent and nothing changes."""
         name = "dense" if phase == DENSE else self.settings.algorithm.name
-        account = Account(self.meter, step, lane.index, lane.bucket.size)
+        account = ReductionRecorder(self.meter, step, lane.index, lane.bucket.size)
         volume = Volume.of(lane.bucket.size, None if phase == DENSE else 0)
         event = account.close(phase, name, volume, residual_norm=lane.residual_norm)
-        return Settled(lane, grad, grad, scale), event
+        return BucketResult(lane, grad, grad, scale), event
 
     @contextmanager
     def set_aside(self, bucket: Bucket, grad: Tensor, residual: Tensor | None) -> Iterator[list[slice]]:
@@ -221,7 +220,7 @@ class LaneReducer:
 
     # The end of the step.
 
-    def hand_out(self, settled: Settled) -> None:
+    def commit(self, settled: BucketResult) -> None:
         """Finish the result and put it into the caller's memory."""
         work, grad = settled.work, settled.grad
         if settled.emptied:
@@ -238,7 +237,7 @@ class LaneReducer:
         if residual is not None and self.meter.rank == 0:  # what the type cannot hold stays with rank 0
             residual.add_((work - grad).div_(settled.scale or 1.0), alpha=self.meter.world)
 
-    def put_back(self, settled: Settled, overwritten: bool = False) -> None:
+    def rollback(self, settled: BucketResult, overwritten: bool = False) -> None:
         """As if the bucket had sent nothing: its gradient stays in the residual, and the result is empty.
 
         If its memory is `overwritten`, dense entries are lost, and it is left as it is.
@@ -258,7 +257,7 @@ class LaneReducer:
         # A GradScaler must see that something was wrong; everybody else gets nothing to apply.
         settled.grad.fill_(0.0 if settled.scale is None else math.nan)
 
-    def keep(self, lane: Lane, grad: Tensor, scale: float | None) -> None:
+    def keep(self, lane: BucketState, grad: Tensor, scale: float | None) -> None:
         """The gradient of a bucket that was not reduced stays in the residual, if it is finite."""
         work = _unscaled(grad, scale)
         if all_finite(work):
@@ -268,7 +267,7 @@ class LaneReducer:
 
     # What to tell.
 
-    def measure(self, lane: Lane, residual: Tensor | None, step: int) -> float:
+    def measure(self, lane: BucketState, residual: Tensor | None, step: int) -> float:
         """The norm of a residual, as it is or as it was when last looked at; 0 if there is none."""
         if residual is None:
             return 0.0
@@ -276,7 +275,7 @@ class LaneReducer:
             lane.residual_norm = float(torch.linalg.vector_norm(residual))
         return lane.residual_norm
 
-    def _check_band(self, lane: Lane, count: int, k: int, entries: int, step: int) -> None:
+    def _check_band(self, lane: BucketState, count: int, k: int, entries: int, step: int) -> None:
         low, high = self.settings.algorithm.band
         if low * k <= count <= high * k or lane.warned:
             return

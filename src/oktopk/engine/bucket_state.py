@@ -16,7 +16,7 @@ from .choice import Choice
 
 
 @dataclass
-class Lane:
+class BucketState:
     """What one bucket has: its place in the order, what its algorithm remembers, and the better way to go."""
 
     bucket: Bucket
@@ -38,13 +38,13 @@ class Lane:
         return self.free == 0
 
 
-def not_finite(lane: Lane, values: Tensor) -> list[str]:
+def not_finite(lane: BucketState, values: Tensor) -> list[str]:
     """The parameters that hold a NaN or an infinity."""
     return [name for name, place in lane.bucket.places.items() if not all_finite(values[place])]
 
 
 @dataclass(frozen=True)
-class Left:
+class SentEntries:
     """What has left the residual of one of the buckets that were reduced together."""
 
     acc: Accumulator
@@ -56,16 +56,16 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Settled:
+class BucketResult:
     """A bucket that has been reduced in this step, and how to take that back."""
 
-    lane: Lane
+    lane: BucketState
     grad: Tensor
     """The caller's memory, where the result goes."""
     work: Tensor
     """The result; float32, or the same memory."""
     scale: float | None
-    left: Left | None = None
+    left: SentEntries | None = None
     dense_entries: Tensor | slice | None = None
     """Entries that went dense; their mean is in `work`."""
     masked: tuple[Tensor, Tensor] | None = None
@@ -77,10 +77,10 @@ class Settled:
 
 
 def dense_settled(
-    lane: Lane, grad: Tensor, acc: Accumulator, scale: float | None, skipped: bool, idle: bool
-) -> Settled:
+    lane: BucketState, grad: Tensor, acc: Accumulator, scale: float | None, skipped: bool, idle: bool
+) -> BucketResult:
     """What a dense reduction has come to; `idle` says that some of the residual was set aside."""
     # Only float32 is sent alike with a residual and without one, so that ranks need not agree on this.
     emptied = not (skipped or idle or acc.residual is None) and grad.dtype == torch.float32
     entries = None if skipped else slice(None)
-    return Settled(lane, grad, acc.work, scale, dense_entries=entries, emptied=emptied)
+    return BucketResult(lane, grad, acc.work, scale, dense_entries=entries, emptied=emptied)

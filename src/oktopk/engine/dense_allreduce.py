@@ -28,8 +28,8 @@ from ..kernels import backend
 from ..metrics.events import DENSE, ReductionEvent, Seconds, Span, Volume, Wire
 from ..metrics.traffic import Operation, Traffic, modelled, ring_moves
 from ..wire.sparse_vector import all_finite
-from .bucket_reducer import Inspect, LaneReducer
-from .bucket_state import Lane, Settled, dense_settled, not_finite
+from .bucket_reducer import BucketReducer, Inspect
+from .bucket_state import BucketResult, BucketState, dense_settled, not_finite
 from .small_sums import SMALL_BYTES, Moved, Poster, SmallSums, Wait
 
 _OPERATION = Operation("all_reduce", "dense")
@@ -41,7 +41,7 @@ _LARGEST = (1 - 2**-10) * torch.finfo(torch.float32).max
 class Posted(NamedTuple):
     """A bucket whose sum is under way."""
 
-    lane: Lane
+    lane: BucketState
     grad: Tensor
     scale: float | None
     acc: Accumulator
@@ -65,13 +65,13 @@ class Posted(NamedTuple):
         """Without waiting for it."""
         with self.aside:
             if self.acc.residual is not None:  # else the library may still be at work on the gradient itself
-                self.acc.roll_back()
+                self.acc.rollback()
 
 
 class Summed(NamedTuple):
     """A sum that is there: what its event is made of, once somebody asks."""
 
-    lane: Lane
+    lane: BucketState
     nbytes: int
     """Of the gradient."""
     residual_norm: float
@@ -99,7 +99,7 @@ class Summed(NamedTuple):
 class PostedSums:
     """Begins sums, and takes in what they give in the same order. One thread may begin while another one ends."""
 
-    def __init__(self, reducer: LaneReducer, poster: Poster | None) -> None:
+    def __init__(self, reducer: BucketReducer, poster: Poster | None) -> None:
         self._reducer, self._poster = reducer, poster
         self._small = None
         if poster is not None and reducer.settings.by_the_clock and reducer.meter.world > 1:
@@ -111,7 +111,7 @@ class PostedSums:
     def possible(self, grad: Tensor) -> bool:
         return self._poster is not None and grad.is_cpu and not self._reducer.settings.momentum
 
-    def begin(self, lane: Lane, grad: Tensor, scale: float | None) -> None:
+    def begin(self, lane: BucketState, grad: Tensor, scale: float | None) -> None:
         """Begin the sum of a bucket."""
         assert self._poster is not None
         one = self._ready(lane, grad, scale)
@@ -122,7 +122,7 @@ class PostedSums:
             raise
         self.under_way.append(one._replace(wait=wait, posted=time.perf_counter()))
 
-    def at_once(self, lane: Lane, grad: Tensor, scale: float | None) -> Summed | None:
+    def at_once(self, lane: BucketState, grad: Tensor, scale: float | None) -> Summed | None:
         """Make the sum of a bucket that is alone in its step, which all ranks know.
 
         None if more is to be done, because of a residual, a scale, or numbers that are not finite: end() does it.
@@ -135,7 +135,7 @@ class PostedSums:
         self.under_way.clear()
         return self._summed(one, 0.0, time.perf_counter())
 
-    def _ready(self, lane: Lane, grad: Tensor, scale: float | None) -> Posted:
+    def _ready(self, lane: BucketState, grad: Tensor, scale: float | None) -> Posted:
         """What is to be summed, divided by the number of ranks."""
         begun, idle, aside = time.perf_counter(), False, ExitStack()
         work, residual = self._reducer.dense_work(lane, grad, scale)
@@ -147,7 +147,7 @@ class PostedSums:
             found = _divide(mean, world, lane)
         except BaseException:
             with aside:
-                acc.roll_back()
+                acc.rollback()
             raise
         moved = ring_moves(mean.nbytes, world)
         return Posted(
@@ -161,18 +161,18 @@ class PostedSums:
         self._poster.post_sum(one.mean, _OPERATION)()
         return one.moved
 
-    def end(self, one: Posted, step: int, inspect: Inspect | None) -> tuple[Settled, ReductionEvent]:
+    def end(self, one: Posted, step: int, inspect: Inspect | None) -> tuple[BucketResult, ReductionEvent]:
         """Wait for a sum. Without `inspect` it does not count: the step is lost already."""
         one.wait()  # if that fails, the sum is still under way: cancel() takes it back
         done = time.perf_counter()
         with one.aside:
             skipped = inspect is None or not one.finite()
             if not skipped:
-                one.acc.finish_dense(one.mean)
+                one.acc.write_dense_mean(one.mean)
             else:
                 if inspect is not None:
                     inspect(one.acc)
-                one.acc.roll_back()
+                one.acc.rollback()
         settled = dense_settled(one.lane, one.grad, one.acc, one.scale, skipped, one.idle)
         norm = self._reducer.measure(one.lane, one.acc.residual, step)
         return settled, self._summed(one, norm, done).event(step)
@@ -200,7 +200,7 @@ def _not_there() -> None:
     raise CommError(f"{_OPERATION}: this sum was not made")
 
 
-def _divide(mean: Tensor, world: int, lane: Lane) -> list[str] | None:
+def _divide(mean: Tensor, world: int, lane: BucketState) -> list[str] | None:
     """By the number of ranks, before the sum as in DDP: only that gives the same bits. Marks what is not finite.
 
     Returns Posted.found. Other types than float32 are not marked: what their sums come to is not known before.

@@ -10,7 +10,7 @@ from ..errors import NonFiniteError
 from ..feedback.accumulator import Accumulator
 from ..metrics.events import StepEvent
 from .bucket_reducer import Inspect
-from .bucket_state import Lane, not_finite
+from .bucket_state import BucketState, not_finite
 from .dense_allreduce import Posted
 from .settings import Settings
 
@@ -22,7 +22,7 @@ _SUM = "the sum over ranks"
 """Where something was that may have come from any of them."""
 
 
-class Culprits:
+class NonFiniteReport:
     """Of one step, on one rank: where something was not finite, as far as this rank knows."""
 
     def __init__(self, settings: Settings, here: str) -> None:
@@ -30,7 +30,7 @@ class Culprits:
         self.named: list[str] | None = None
         """Set when a bucket of this step was lost."""
 
-    def in_dense(self, lane: Lane, alone: bool) -> Inspect:
+    def in_dense(self, lane: BucketState, alone: bool) -> Inspect:
         """Looks at a bucket that went dense; `alone` if the sum has overwritten what this rank had."""
         return self._look([lane], _SUM if alone else self._here)
 
@@ -41,11 +41,11 @@ class Culprits:
             return self.in_dense(one.lane, alone=True)  # with a residual it would be float32, and marked
         return lambda acc: self._name([f"{self._here}: {name}" for name in found], self._here)
 
-    def in_sparse(self, lanes: Sequence[Lane]) -> Inspect:
+    def in_sparse(self, lanes: Sequence[BucketState]) -> Inspect:
         """Looks at buckets that went sparse together. Of what always goes dense only the sum is seen."""
         return self._look(lanes, self._here)
 
-    def _look(self, lanes: Sequence[Lane], where: str) -> Inspect:
+    def _look(self, lanes: Sequence[BucketState], where: str) -> Inspect:
         def look(acc: Accumulator) -> None:
             found = [
                 f"{_SUM if self._always_dense(lane, name) else where}: {name}"
@@ -56,7 +56,7 @@ class Culprits:
 
         return look
 
-    def _always_dense(self, lane: Lane, name: str) -> bool:
+    def _always_dense(self, lane: BucketState, name: str) -> bool:
         place = lane.bucket.places[name]
         return self._settings.always_dense(name, place.stop - place.start)
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..comm import Metered
 from ..metrics.events import ReductionEvent, Seconds, Volume, Wire
 from ..metrics.stopwatch import Stopwatch
-from ..wire.sparse_comm import Channel
+from ..wire.sparse_comm import SparseCommunicator
 
 _LATE = 1e-3
 """Seconds between the first and the last rank from which on somebody counts as late."""
@@ -22,7 +22,7 @@ _NOTHING = {
 }
 
 
-class Account:
+class ReductionRecorder:
     """Takes the time and the traffic of one bucket in one step."""
 
     def __init__(self, meter: Metered, step: int, bucket: int, size: int) -> None:
@@ -60,16 +60,16 @@ class Account:
         )  # fmt: skip
 
 
-def lateness(channel: Channel, exchange: float) -> tuple[float, int | None]:
+def lateness(channel: SparseCommunicator, exchange: float) -> tuple[float, int | None]:
     """(seconds this rank waited for ranks that came late, the rank that came last), if the messages tell.
 
     All ranks have told how long they were blocked. The last one to come was blocked only as long as the
     exchange itself takes; whatever the others were blocked longer, they waited for it.
     """
-    if len(channel.heard) < channel.world - 1 or channel.world == 1:
+    if len(channel.blocked_received) < channel.world - 1 or channel.world == 1:
         return 0.0, None
-    blocked = channel.heard | {channel.rank: channel.told}
+    blocked = channel.blocked_received | {channel.rank: channel.blocked_sent}
     last = min(blocked, key=lambda rank: (blocked[rank], rank))
     if max(blocked.values()) - blocked[last] < _LATE:
         return 0.0, None
-    return min(exchange, max(0.0, channel.told - blocked[last])), last
+    return min(exchange, max(0.0, channel.blocked_sent - blocked[last])), last

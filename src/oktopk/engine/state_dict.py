@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..feedback.buckets import Bucket
-from .bucket_state import Lane
+from .bucket_state import BucketState
 from .step import StepReducer
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def _memory(saved: Mapping[str, Any], memory: str) -> dict[str, Tensor]:
     return parts
 
 
-def _lanes(steps: StepReducer, saved: Mapping[str, Any]) -> dict[Bucket, Lane]:
+def _lanes(steps: StepReducer, saved: Mapping[str, Any]) -> dict[Bucket, BucketState]:
     algorithm = steps.settings.algorithm
     known = saved["algorithm"] == repr(algorithm)
     if not known:
@@ -76,7 +76,7 @@ def _lanes(steps: StepReducer, saved: Mapping[str, Any]) -> dict[Bucket, Lane]:
     lanes = {}
     for index, (bucket, entry) in enumerate(zip(saved_layout(saved), saved["buckets"], strict=True)):
         place = index - len(saved["buckets"])  # in order, but none that counts: ranks agree on it first
-        lane = Lane(bucket, place, torch.empty(0, dtype=torch.int64))
+        lane = BucketState(bucket, place, torch.empty(0, dtype=torch.int64))
         lane.tracking = algorithm.unpack_state(entry["tracking"]) if known else None
         dense, sparse = entry["seconds"]
         lane.choice.dense, lane.choice.agreed = bool(entry["goes_dense"]), (float(dense), float(sparse))

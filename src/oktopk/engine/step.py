@@ -14,11 +14,11 @@ from torch import Tensor
 from ..comm import Communicator, Metered, agree
 from ..feedback.buckets import Bucket
 from ..metrics.events import DENSE, SPARSE, MetricsSink, ReductionEvent, StepEvent, Told, combine
-from .bucket_reducer import LaneReducer
-from .bucket_state import Lane, Settled
+from .bucket_reducer import BucketReducer
+from .bucket_state import BucketResult, BucketState
 from .dense_allreduce import PostedSums
 from .hosts import Host
-from .nonfinite import Culprits, complain
+from .nonfinite import NonFiniteReport, complain
 from .settings import Settings
 from .small_sums import Poster
 from .verdict import hear, tell, with_host
@@ -28,7 +28,7 @@ _ABANDONED = "abandoned"
 
 
 class _Waiting(NamedTuple):
-    lane: Lane
+    lane: BucketState
     grad: Tensor
     scale: float | None
     density: float
@@ -58,9 +58,9 @@ class StepReducer:
         self.skipped_in_a_row = 0
         self.host = Host(self.meter, settings.ranks_per_host) if settings.ranks_per_host > 1 else None
         between = self.meter if self.host is None else self.host.between()
-        self.reducer = LaneReducer(settings, between, unused_stay)
+        self.reducer = BucketReducer(settings, between, unused_stay)
         self._sums = PostedSums(self.reducer, poster if self.host is None else None)
-        self.lanes: dict[Bucket, Lane] = {}
+        self.lanes: dict[Bucket, BucketState] = {}
         self._told: Told | None = None
         self._handed = 0
         """Buckets of this step so far."""
@@ -68,12 +68,14 @@ class StepReducer:
         """Sparse ones that are not reduced yet: they will share messages."""
         self._expected = 0.0
         """Entries that those will send."""
-        self._summed: list[tuple[Lane, float]] = []
+        self._summed: list[tuple[BucketState, float]] = []
         """Those whose sums were begun before the one ahead had ended, and how much longer each took."""
-        self._settled: list[Settled] = []
+        self._settled: list[BucketResult] = []
         self._events: list[ReductionEvent] = []
         self.ways = Ways(settings)
-        self._culprits = Culprits(settings, f"rank {self.meter.rank}" if self.host is None else str(self.host))
+        self._culprits = NonFiniteReport(
+            settings, f"rank {self.meter.rank}" if self.host is None else str(self.host)
+        )
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
@@ -85,7 +87,7 @@ class StepReducer:
         if self.host is not None:
             self.host.average(bucket, grad)
         if not self.exchanges:  # the leader does the rest
-            self._settled.append(Settled(lane, grad, grad, scale))
+            self._settled.append(BucketResult(lane, grad, grad, scale))
         elif self._culprits.named is not None:
             phase = DENSE if density is None else SPARSE
             self._note([lane], *self.reducer.untouched(lane, grad, scale, phase, self.step))
@@ -172,8 +174,10 @@ class StepReducer:
         )
         self._note(lanes, settled, event)
 
-    def _note(self, lanes: Sequence[Lane], settled: Settled | Sequence[Settled], event: ReductionEvent) -> None:
-        self._settled += [settled] if isinstance(settled, Settled) else settled
+    def _note(
+        self, lanes: Sequence[BucketState], settled: BucketResult | Sequence[BucketResult], event: ReductionEvent
+    ) -> None:
+        self._settled += [settled] if isinstance(settled, BucketResult) else settled
         self._events.append(event)
         if self._culprits.named is None:  # a lost reduction ends early: its time tells nothing
             _time(lanes, event.phase == DENSE, event.stop - event.start)
@@ -188,9 +192,9 @@ class StepReducer:
         skipped, culprits = self._culprits.named is not None, self._all_culprits()
         for settled in self._settled:
             if skipped:
-                self.reducer.put_back(settled)
+                self.reducer.rollback(settled)
             else:
-                self.reducer.hand_out(settled)
+                self.reducer.commit(settled)
         if not skipped:  # sums that are under way together end together: the first would seem to take all the time
             _time([lane for lane, _ in self._summed], True, sum(seconds for _, seconds in self._summed))
         reductions = [replace(event, skipped=True) for event in self._events] if skipped else self._events
@@ -238,7 +242,7 @@ class StepReducer:
 
     def _take_back(self, overwritten: bool = False) -> None:
         while self._settled:
-            self.reducer.put_back(self._settled.pop(), overwritten)
+            self.reducer.rollback(self._settled.pop(), overwritten)
         for one in self._waiting:
             if not overwritten:
                 self.reducer.keep(one.lane, one.grad, one.scale)
@@ -257,7 +261,7 @@ class StepReducer:
 
     # Buckets.
 
-    def _lane(self, bucket: Bucket, grad: Tensor) -> Lane:
+    def _lane(self, bucket: Bucket, grad: Tensor) -> BucketState:
         """The lane of a bucket. A new one is made by all ranks together, who make sure they mean the same."""
         index = self._handed
         lane = self.lanes.get(bucket)
@@ -273,24 +277,26 @@ class StepReducer:
             if self.settings.always_dense(name, place.stop - place.start)
         ]
         entries = torch.cat(always) if always else torch.empty(0, dtype=torch.int64)
-        known = lane or Lane(bucket, index, entries)
+        known = lane or BucketState(bucket, index, entries)
         moved = set(bucket.names)
         self.lanes = {old: other for old, other in self.lanes.items() if moved.isdisjoint(old.names)}
         self.lanes[bucket] = replace(known, index=index, always_dense=entries.to(grad.device))
         return self.lanes[bucket]
 
-    def _compare_ways(self, lanes: Sequence[Lane], reductions: Sequence[ReductionEvent], start: float) -> None:
+    def _compare_ways(
+        self, lanes: Sequence[BucketState], reductions: Sequence[ReductionEvent], start: float
+    ) -> None:
         """Note what the step took, and at the end of a trial let all ranks decide; a leader tells its host."""
         self.ways.time_step(lanes, reductions, start, self.step)
         if self.exchanges:
             self._decide(lanes)
 
-    def _decide(self, lanes: Sequence[Lane]) -> None:
+    def _decide(self, lanes: Sequence[BucketState]) -> None:
         if self.ways.decides(self.step):
             self.ways.decide(self.reducer.meter, lanes, self.step)
 
 
-def _time(lanes: Sequence[Lane], dense: bool, seconds: float) -> None:
+def _time(lanes: Sequence[BucketState], dense: bool, seconds: float) -> None:
     """Note what buckets took that were reduced together, shared out by their sizes."""
     size = sum(lane.bucket.size for lane in lanes)
     for lane in lanes:

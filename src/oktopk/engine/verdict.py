@@ -9,14 +9,14 @@ from typing import Any
 from ..errors import WireError
 from ..metrics.events import ReductionEvent, Seconds, Volume, Wire
 from ..metrics.traffic import merge, total
-from .bucket_state import Settled
+from .bucket_state import BucketResult
 from .hosts import Host
 
 _FACTS = ("bucket", "phase", "algorithm", "target_count")
 
 
 def tell(
-    host: Host, settled: Sequence[Settled], events: Sequence[ReductionEvent], culprits: Sequence[str] | None
+    host: Host, settled: Sequence[BucketResult], events: Sequence[ReductionEvent], culprits: Sequence[str] | None
 ) -> None:
     """As the leader: the results, unless something was not finite, and what the members need to know besides."""
     buckets = [
@@ -34,7 +34,7 @@ def tell(
     host.tell({"culprits": culprits, "buckets": buckets, "reductions": facts})
 
 
-def hear(host: Host, settled: Sequence[Settled], step: int) -> tuple[list[str] | None, list[ReductionEvent]]:
+def hear(host: Host, settled: Sequence[BucketResult], step: int) -> tuple[list[str] | None, list[ReductionEvent]]:
     """As a member: put the results in place. Returns where something was not finite, and the step's reductions."""
     told = host.hear()
     lanes = {one.lane.index: one for one in settled}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ..algorithms import Dense
 from ..comm import Communicator
 from ..metrics.events import DENSE, SPARSE, ReductionEvent
-from .bucket_state import Lane
+from .bucket_state import BucketState
 from .choice import Calendar, Choice, decide
 from .settings import Settings
 
@@ -37,7 +37,7 @@ class Ways:
         """Whether a step goes sparse, however long it takes."""
         return self._may_go_sparse and not self._settings.auto and self._schedule.density_at(step) is not None
 
-    def density(self, lane: Lane, step: int) -> float | None:
+    def density(self, lane: BucketState, step: int) -> float | None:
         """None when the bucket goes dense in this step."""
         density = self._schedule.density_at(step) if self._may_go_sparse and not lane.never_sparse else None
         done = self._done(step)
@@ -49,7 +49,7 @@ class Ways:
         return None if goes_dense else density
 
     def time_step(
-        self, lanes: Sequence[Lane], reductions: Sequence[ReductionEvent], start: float, step: int
+        self, lanes: Sequence[BucketState], reductions: Sequence[ReductionEvent], start: float, step: int
     ) -> None:
         """Note how long a step took, from its first bucket on, if all buckets that may go sparse went one way."""
         if not self._settings.auto:
@@ -59,7 +59,7 @@ class Ways:
         if len(ways) == 1:
             self._note(ways == {DENSE}, self.seconds(reductions, start), step)
 
-    def time_dense(self, lane: Lane, reduced: float, whole: float, step: int) -> None:
+    def time_dense(self, lane: BucketState, reduced: float, whole: float, step: int) -> None:
         """The same of a step that was nothing but the dense sum of one bucket, which took `reduced` seconds."""
         lane.choice.note(True, reduced)
         if self._settings.auto and not lane.never_sparse:
@@ -78,7 +78,7 @@ class Ways:
         """Whether ranks compare the ways after this step."""
         return self._settings.by_the_clock and self._calendar.decides(self._done(step))
 
-    def decide(self, comm: Communicator, lanes: Sequence[Lane], step: int) -> None:
+    def decide(self, comm: Communicator, lanes: Sequence[BucketState], step: int) -> None:
         lanes = [lane for lane in lanes if not lane.never_sparse]
         tried = {lane.choice.goes_dense(self._done(step), self._calendar) for lane in lanes}
         decide(comm, [self.whole, *(lane.choice for lane in lanes)])
@@ -93,7 +93,7 @@ class Ways:
         """Steps of the sparse phase, in which both ways are tried; negative before it."""
         return step - self._settings.warmup_steps - self._settings.ramp_steps
 
-    def _tell(self, lanes: Sequence[Lane]) -> None:
+    def _tell(self, lanes: Sequence[BucketState]) -> None:
         for lane in lanes:
             dense, sparse = (1e3 * seconds for seconds in lane.choice.agreed)
             way = DENSE if lane.choice.dense else SPARSE

@@ -148,7 +148,7 @@ def scatter(bucket: Bucket, flat: Tensor, grads: Mapping[str, Tensor | None]) ->
             grad.copy_(flat[place].view(grad.shape))
 
 
-def differences(saved: Iterable[Bucket], now: Mapping[str, int]) -> str | None:
+def layout_mismatch(saved: Iterable[Bucket], now: Mapping[str, int]) -> str | None:
     """Why a saved layout does not fit these parameters; None if it does."""
     before = dict(pair for bucket in saved for pair in zip(bucket.names, bucket.sizes, strict=True))
     missing = [name for name in before if name not in now]

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..wire.sparse_vector import SparseVector
 from .buckets import Bucket
-from .residuals import Feedback
+from .residuals import ResidualStore
 
 
-class Velocities(Feedback):
+class MomentumStore(ResidualStore):
     """The velocity of every bucket; none if there is no momentum."""
 
     def __init__(self, momentum: float) -> None:

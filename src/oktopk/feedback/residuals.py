@@ -13,7 +13,7 @@ from torch import Tensor
 from .buckets import Bucket
 
 
-class Feedback:
+class ResidualStore:
     """One fp32 number per entry, zero at first, flat by bucket and known by parameter name.
 
     When parameters move to other buckets (DDP rebuilds its buckets after the first step), what they have comes

@@ -11,14 +11,22 @@ from typing_extensions import Unpack
 
 from ..algorithms import Algorithm
 from ..comm import DEFAULT_TIMEOUT, Communicator, exclusive_communicator
-from ..engine.async_reducer import Pipeline, Scaler
+from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..engine.state_dict import saved_layout
-from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan, differences, gather, make_buckets, scatter
+from ..feedback.buckets import (
+    DEFAULT_BUCKET_MB,
+    Bucket,
+    BucketPlan,
+    gather,
+    layout_mismatch,
+    make_buckets,
+    scatter,
+)
 from ..metrics.events import MetricsSink
 
 
-class AllReducer(Pipeline):
+class AllReducer(AsyncReducer):
     """Averages named gradients over all ranks, sparsely, in buckets, in the background.
 
         with oktopk.AllReducer(model.named_parameters(), density=0.01) as reducer:
@@ -118,7 +126,7 @@ class AllReducer(Pipeline):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where this rank's state_dict() was taken, in the buckets that it had."""
         layout = saved_layout(saved)
-        if layout and (problem := differences(layout, self._sizes())):
+        if layout and (problem := layout_mismatch(layout, self._sizes())):
             raise ValueError(problem)
         super().load_state_dict(saved)
         self.buckets = layout or self.buckets

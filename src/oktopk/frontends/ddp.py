@@ -16,16 +16,16 @@ from typing_extensions import Unpack
 
 from ..algorithms import Algorithm
 from ..comm import DEFAULT_TIMEOUT, GroupCommunicator
-from ..engine.async_reducer import Pipeline, Scaler
+from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..engine.state_dict import saved_layout
-from ..feedback.buckets import Bucket, BucketPlan, cut, differences, gather, make_buckets, scatter
+from ..feedback.buckets import Bucket, BucketPlan, cut, gather, layout_mismatch, make_buckets, scatter
 from ..metrics.events import MetricsSink
 
 _ANOTHER_MODEL = "a parameter of another model: every DDP model needs an OkTopkState of its own"
 
 
-class OkTopkState(Pipeline):
+class OkTopkState(AsyncReducer):
     """What the hook needs from step to step: residuals, thresholds, and a worker thread.
 
         state = oktopk.OkTopkState(density=0.01, warmup_steps=128)
@@ -205,7 +205,7 @@ class OkTopkState(Pipeline):
         if self._resumed:
             self._resumed = False
             saved = tuple(self._steps.lanes)
-            if saved and (problem := differences(saved, sizes)):
+            if saved and (problem := layout_mismatch(saved, sizes)):
                 raise ValueError(problem)
             self._layout = saved or None
         if self._plan is None:
@@ -225,7 +225,7 @@ class OkTopkState(Pipeline):
         """
         layout = saved_layout(saved)
         if layout and self._names and self._complete:
-            problem = differences(layout, {name: p.numel() for p, name in self._names.items()})
+            problem = layout_mismatch(layout, {name: p.numel() for p, name in self._names.items()})
             if problem:
                 raise ValueError(problem)
         super().load_state_dict(saved)

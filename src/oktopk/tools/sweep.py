@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.utils.files import write_atomically
-from oktopk.utils.signals import ask_to_end, passing_on
+from oktopk.utils.signals import ask_to_end, forward_signals
 
 DENSE = "dense"
 CONFIG, RESULT = "config.toml", "result.json"
@@ -87,7 +87,7 @@ def do_all(
     """
     outcomes = [_found(run, folder / run.name) for run in runs]
     children: list[subprocess.Popen[bytes]] = []
-    with passing_on(children) as came:
+    with forward_signals(children) as came:
         for index, run in enumerate(runs):
             note(outcomes)
             if came:

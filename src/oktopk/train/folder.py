@@ -25,7 +25,7 @@ from typing import Any
 from oktopk.metrics.events import MetricsSink
 from oktopk.metrics.sinks import JSONLSink, TensorBoardSink
 from oktopk.metrics.sinks.flat import Row, finite
-from oktopk.utils.files import appearing, make_folder, remove_drafts, write_atomically
+from oktopk.utils.files import atomic_path, make_folder, remove_drafts, write_atomically
 
 from .config.options import ConfigError, TrainConfig
 from .config.origins import Resolved, as_toml
@@ -183,7 +183,7 @@ def _keep_lines(path: Path, stays: Callable[[bytes], bool]) -> None:
     with open(path, "rb") as file:
         if all(map(stays, file)):
             return
-    with open(path, "rb") as file, appearing(path) as draft, open(draft, "wb") as kept:
+    with open(path, "rb") as file, atomic_path(path) as draft, open(draft, "wb") as kept:
         kept.writelines(line for line in file if stays(line))
 
 

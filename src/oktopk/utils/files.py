@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; what is there at the end takes the place of `path`, on an error nothing.
 
     Several processes may do this to the same path at once: each writes its own file, and the last one stays.
@@ -38,7 +38,7 @@ def remove_drafts(path: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace the file in one step, after its content has reached the disk."""
-    with appearing(path) as draft, open(draft, "wb") as file:
+    with atomic_path(path) as draft, open(draft, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

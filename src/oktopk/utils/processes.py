@@ -12,7 +12,7 @@ from typing import IO
 
 import torch.distributed as dist
 
-from .signals import ask_to_end, passing_on
+from .signals import ask_to_end, forward_signals
 
 Stream = int | IO[bytes] | None
 
@@ -50,7 +50,7 @@ def started(
     A signal is noted, and raises nothing: a process that is being started must not be forgotten.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    with passing_on(processes) as came:
+    with forward_signals(processes) as came:
         try:
             for one in wanted:
                 environment = {**os.environ, **one.environment}

@@ -42,7 +42,7 @@ def raising(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def passing_on(processes: Sequence[Popen[bytes]]) -> Iterator[list[signal.Signals]]:
+def forward_signals(processes: Sequence[Popen[bytes]]) -> Iterator[list[signal.Signals]]:
     """Ctrl-C, SIGTERM and the end of the terminal go on to the processes that run; the list has those that came.
 
     A process should have a session of its own, so that a Ctrl-C reaches it once: a second one would not let it

@@ -39,7 +39,7 @@ _OPERATIONS = {
 """How the transport calls the phase in its own errors."""
 
 
-class Channel:
+class SparseCommunicator:
     """What one rank says to the others about one bucket in one step.
 
     Every message carries `nonfinite`: whether its sender has met, itself or in what it received, a number that
@@ -59,27 +59,27 @@ class Channel:
         stopwatch: Stopwatch | None = None,
         blocked_before: float = 0.0,
     ) -> None:
-        self.comm, self.size, self.step, self.bucket, self.values = comm, size, step, bucket, values
+        self.transport, self.size, self.step, self.bucket, self.values = comm, size, step, bucket, values
         self.raw_indices = raw_indices
         self.device = None if device is None or device.type == "cpu" else device
         self.nonfinite = False
         self.stopwatch = stopwatch or Stopwatch()
         self._blocked_before = blocked_before
-        self.told = 0.0
+        self.blocked_sent = 0.0
         """How long this rank has been blocked by others, as it last told them: in this reduction so far or, in
         the first messages, in the one before."""
-        self.heard: dict[int, float] = {}
+        self.blocked_received: dict[int, float] = {}
         """The same of the other ranks."""
 
     @property
     def rank(self) -> int:
-        return self.comm.rank
+        return self.transport.rank
 
     @property
     def world(self) -> int:
-        return self.comm.world
+        return self.transport.world
 
-    def note(self, finite: bool) -> None:
+    def check_finite(self, finite: bool) -> None:
         """Remember, and tell everybody from now on, if something was not finite."""
         self.nonfinite = self.nonfinite or not finite
 
@@ -97,7 +97,7 @@ class Channel:
         for peer in self._others():
             messages[peer], sent[peer] = self._encode(parts[peer], Phase.SPLIT, regions[peer])
         capacity = wire.capacity(limit, max(stop - start for start, stop in regions), self.values)
-        incoming = self.comm.exchange(messages, capacity, "split")
+        incoming = self.transport.exchange(messages, capacity, "split")
         return sent, (self._decode(m, Phase.SPLIT, peer, regions[self.rank]) for peer, m in incoming)
 
     def rearrange(
@@ -113,7 +113,7 @@ class Channel:
             if len(parts[peer]):
                 messages[peer], sent[peer] = self._encode(parts[peer], Phase.BALANCE, self._whole)
         capacity = wire.capacity(limit, self.size, self.values)
-        incoming = self.comm.exchange(messages, capacity, "balance", sources=sources)
+        incoming = self.transport.exchange(messages, capacity, "balance", sources=sources)
         return sent, {peer: self._decode(m, Phase.BALANCE, peer, self._whole) for peer, m in incoming}
 
     def all_gather(
@@ -129,18 +129,18 @@ class Channel:
         if edges is not None:
             regions = list(itertools.pairwise(edges))
         message, own = self._encode(part, Phase.GATHER, regions[self.rank])
-        gathered = self.comm.all_gather(message, capacity, "gather")
+        gathered = self.transport.all_gather(message, capacity, "gather")
         parts = {peer: self._decode(gathered[peer], Phase.GATHER, peer, regions[peer]) for peer in self._others()}
         return [parts.get(peer, own) for peer in range(self.world)]
 
     def send(self, part: SparseVector, peer: int) -> SparseVector:
         """Send to one peer; returns the part as it will be seen there."""
         message, seen = self._encode(part, Phase.TREE, self._whole)
-        self.comm.send(message, peer, "tree")
+        self.transport.send(message, peer, "tree")
         return seen
 
     def recv(self, peer: int, limit: int) -> SparseVector:
-        message = self.comm.recv(wire.capacity(limit, self.size, self.values), peer, "tree")
+        message = self.transport.recv(wire.capacity(limit, self.size, self.values), peer, "tree")
         return self._decode(message, Phase.TREE, peer, self._whole)
 
     def broadcast(self, part: SparseVector | None, limit: int) -> SparseVector:
@@ -148,7 +148,7 @@ class Channel:
         if part is not None and self.world == 1:
             return part
         message = None if part is None else self._encode(part, Phase.BROADCAST, self._whole)[0]
-        message = self.comm.broadcast(message, wire.capacity(limit, self.size, self.values), "broadcast")
+        message = self.transport.broadcast(message, wire.capacity(limit, self.size, self.values), "broadcast")
         return self._decode(message, Phase.BROADCAST, 0, self._whole)
 
     @property
@@ -160,14 +160,16 @@ class Channel:
 
     def _tag(self, phase: Phase, sender: int, region: Region) -> Tag:
         start, stop = region
-        who = self.comm.known_as(sender)
+        who = self.transport.known_as(sender)
         return Tag(self.step, self.bucket, int(phase), who, self.size, start, stop - start)
 
     def _encode(self, part: SparseVector, phase: Phase, region: Region) -> tuple[Tensor, SparseVector]:
         tag = self._tag(phase, self.rank, region)
-        self.told = self.stopwatch.seconds("exchange") or self._blocked_before
+        self.blocked_sent = self.stopwatch.seconds("exchange") or self._blocked_before
         with self.stopwatch.stage("encode"):
-            message, decoded = wire.encode(part, tag, self.values, self.nonfinite, self.raw_indices, self.told)
+            message, decoded = wire.encode(
+                part, tag, self.values, self.nonfinite, self.raw_indices, self.blocked_sent
+            )
         return message, part.with_values(decoded)
 
     def _decode(self, message: Tensor, phase: Phase, peer: int, region: Region) -> SparseVector:
@@ -176,6 +178,6 @@ class Channel:
                 decoded = wire.decode(message, self._tag(phase, peer, region), self.device)
             except WireError as error:
                 raise WireError(f"{_OPERATIONS[phase]}: {error}") from error
-        self.heard[peer] = decoded.blocked
-        self.note(not decoded.nonfinite)
+        self.blocked_received[peer] = decoded.blocked
+        self.check_finite(not decoded.nonfinite)
         return decoded.vector

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oktopk.utils.files import appearing
+from oktopk.utils.files import atomic_path
 
 from .figures import Record, is_limit
 from .names import BACKWARD, ours
@@ -33,7 +33,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         panel.set_title(_title(link))
     figure.suptitle(_headline(records[0]))
     figure.supxlabel("beside a bar: median · how many times as fast as ddp · sent per rank and step", fontsize=8)
-    with appearing(path) as draft:
+    with atomic_path(path) as draft:
         figure.savefig(draft, dpi=150, format=path.suffix.lstrip("."))
 
 

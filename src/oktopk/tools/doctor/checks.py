@@ -26,16 +26,16 @@ def same_versions(world: World) -> Finding:
     """Ranks with other versions may compute other bits, or speak another protocol."""
     if world.apart:
         return world.apart
-    told, level, differences = world.of("versions"), OK, []
+    told, level, layout_mismatch = world.of("versions"), OK, []
     for name in told[0]:
         found: dict[str, list[int]] = defaultdict(list)
         for rank, own in enumerate(told):
             found[str(own.get(name))].append(rank)
         if len(found) > 1:
             level = PROBLEM if name in MUST_AGREE or level == PROBLEM else WARNING
-            differences.append(f"{name}: " + "; ".join(f"{v} on {ranks(who)}" for v, who in found.items()))
-    if differences:
-        return Finding(level, "\n".join(differences), "install the same versions for all ranks")
+            layout_mismatch.append(f"{name}: " + "; ".join(f"{v} on {ranks(who)}" for v, who in found.items()))
+    if layout_mismatch:
+        return Finding(level, "\n".join(layout_mismatch), "install the same versions for all ranks")
     return Finding(OK, f"the same on all {world.size} ranks" if world.size > 1 else "there is one rank")
 
 

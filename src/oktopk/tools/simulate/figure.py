@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from oktopk.utils.files import appearing
+from oktopk.utils.files import atomic_path
 
 from .crossings import bounds
 from .study import Answer, Question
@@ -32,7 +32,7 @@ def draw(path: Path, question: Question, answers: Sequence[Answer]) -> None:
     volumes.set(ylabel="MB sent per rank and step", title="bytes")
     handles, names = volumes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=5, fontsize="small", frameon=False)
-    with appearing(path) as draft:
+    with atomic_path(path) as draft:
         figure.savefig(draft, dpi=150, format=path.suffix[1:])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from oktopk.engine.state_dict import redistribute
 from oktopk.errors import OkTopkError
-from oktopk.utils.files import appearing, open_regular, read_regular, sync_folder
+from oktopk.utils.files import atomic_path, open_regular, read_regular, sync_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -212,7 +212,7 @@ class HashingFile:
 
 def write_hashed(path: Path, write: Callable[[HashingFile], object]) -> FileRecord:
     """A file that is there whole or not at all, even after a power cut."""
-    with appearing(path) as draft, open(draft, "wb") as raw:
+    with atomic_path(path) as draft, open(draft, "wb") as raw:
         file = HashingFile(raw)
         try:
             write(file)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from oktopk.algorithms import Algorithm, Dense, Reduction, TopkA
-from oktopk.algorithms.reducer import reduce_step
+from oktopk.algorithms.base import reduce_step
 from oktopk.algorithms.selection import target_count
 from oktopk.comm import Communicator, alone, run_threads
 from oktopk.feedback.accumulator import Accumulator
 from oktopk.metrics.stopwatch import Stopwatch
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.wire.sparse_comm import Channel
+from oktopk.wire.sparse_comm import SparseCommunicator
 
 from .format import Recorded, Trace
 
@@ -53,7 +53,7 @@ class Reducing:
         self.gradient = self.gradients.at(step)
 
     def reduce(self, step: int, stopwatch: Stopwatch | None = None) -> Reduction:
-        channel = Channel(self.comm, self.size, step=step, stopwatch=stopwatch)
+        channel = SparseCommunicator(self.comm, self.size, step=step, stopwatch=stopwatch)
         reduction, _ = reduce_step(
             self.algorithm, channel, Accumulator(self.gradient, self.residual), self.k, self.state
         )

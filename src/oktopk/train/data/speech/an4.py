@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from oktopk.utils.files import appearing, read_regular
+from oktopk.utils.files import atomic_path, read_regular
 
 from ..problems import DataError, Problem, listing
 from . import labels
@@ -126,7 +126,7 @@ def _convert_all(
             if lengths[entry] >= split.min_seconds:
                 wav, txt = split.paths(entry)
                 write_samples(wav, samples)
-                with appearing(txt) as draft:
+                with atomic_path(txt) as draft:
                     draft.write_text(entry.text + "\n", encoding="utf-8")
         tick()
     return lengths

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oktopk.utils.files import appearing, open_regular
+from oktopk.utils.files import atomic_path, open_regular
 
 from ..problems import DataError
 
@@ -74,7 +74,7 @@ def read_sound(path: Path) -> Tensor:
 
 def write_samples(path: Path, samples: NDArray[np.int16]) -> None:
     """A 16-bit wav file, whole or not at all. Not by soundfile: it waits for the disk after every file."""
-    with appearing(path) as draft, wave.open(str(draft), "wb") as file:
+    with atomic_path(path) as draft, wave.open(str(draft), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(SAMPLE_RATE)
