@@ -1,0 +1,45 @@
+"""Every bound on a wait between ranks, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long waits may take, in seconds. Users set the first one, as `timeout=`; the others follow from it or
+    are short: they bound courtesies, such as a last word to ranks that are about to end."""
+
+    operation: float = 300.0
+    """A message, a sum, or the set-up of a communicator."""
+    rendezvous: float = 20.0
+    """Until all ranks have made their TCP connections: they have all met just before."""
+    handshake: float = 5.0
+    """For a peer that has connected to say which rank it is."""
+    poll: float = 1.0
+    """Between two looks at the failure board, or at a thread that should be alive, while waiting."""
+    store: float = 3.0
+    """For an answer of the job's store; its host may be the one that died."""
+    silent_store: float = 0.5
+    """The same once it has not answered."""
+    failure_notes: float = 2.0
+    """For notes of other ranks, which may be about to leave them."""
+    pause: float = 0.05
+    """Between two looks for such a note."""
+    roll_call: float = 2.0
+    """For ranks of an MPI job to say that they are there, after a sum that failed."""
+    last_output: float = 0.5
+    """For a launcher to pass on what a rank has printed before it aborts."""
+    close: float = 5.0
+    """For a thread to finish what it does when it is closed, or once it was woken."""
+    exit: float = 0.5
+    """The same when the process ends."""
+    immediate: float = 0.001
+    """A wait that is over at once."""
+    between_hosts: float = 1.25
+    """Factor: leaders of hosts wait this much longer for each other than for their members, and members …"""
+    for_leader: float = 1.5
+    """… for their leader. Whoever waits for a rank that waits must not be the first to give up."""
+
+
+TIMEOUTS = Timeouts()
