@@ -1,4 +1,4 @@
-"""Transports: process groups, MPI, threads; and the meter around any of them."""
+"""Communicators over process groups, MPI and threads; and the meter around any of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import torch.distributed as dist
 
 from ..errors import CommError
 from ..metrics.traffic import Operation, Traffic, total
+from ..utils.timeouts import TIMEOUTS
 from .agreement import agree, gather_json
-from .base import DEFAULT_TIMEOUT, Communicator, Pending, Wrapped, pack, packed_bytes, unpack
+from .base import Communicator, Wrapped
 from .group import GroupCommunicator
+from .messages import pack, packed_bytes, unpack
 from .metered import Metered
 from .mpi import MPICommunicator
 from .subset import Subset
 from .threads import ThreadCommunicator, alone, run_threads
+from .transport import Pending, PendingSum
 
 
-def default_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:
+def default_communicator(timeout: float = TIMEOUTS.operation) -> Communicator:
     """The default process group if torch.distributed is initialised, otherwise this process alone.
 
     A process that was started as one of several is not alone: then it is an error.
@@ -27,8 +30,8 @@ def default_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:
     return _alone()
 
 
-def exclusive_communicator(timeout: float = DEFAULT_TIMEOUT) -> Communicator:
-    """The same ranks in a group of its own, for a thread that communicates beside others."""
+def exclusive_communicator(timeout: float = TIMEOUTS.operation) -> Communicator:
+    """The same ranks over separate connections, for a thread that communicates beside others."""
     if dist.is_available() and dist.is_initialized():
         return GroupCommunicator.exclusive(timeout=timeout)
     return _alone()
@@ -45,13 +48,13 @@ def _alone() -> Communicator:
 
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
     "Communicator",
     "GroupCommunicator",
     "MPICommunicator",
     "Metered",
     "Operation",
     "Pending",
+    "PendingSum",
     "Subset",
     "ThreadCommunicator",
     "Traffic",

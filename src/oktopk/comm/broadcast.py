@@ -1,4 +1,4 @@
-"""The same start for everybody: tensors of rank 0 on all ranks."""
+"""The same initial tensors on all ranks: those of rank 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,21 @@ _CHUNK_BYTES = 64 * 2**20
 
 @torch.no_grad()
 def broadcast_tensors(comm: Communicator, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite tensors of any type (parameters, buffers) with those of rank 0, in place."""
+    """Overwrite tensors (parameters, buffers) with those of rank 0, in place. All ranks call it together.
+
+    Args:
+        comm: The ranks.
+        tensors: Tensors of any type by name; names, shapes and types must be the same on all ranks.
+
+    Example:
+        >>> import oktopk
+        >>> def start(comm):
+        ...     weight = torch.full((2,), float(comm.rank + 7))
+        ...     oktopk.broadcast_tensors(comm, {"weight": weight})
+        ...     return weight.tolist()
+        >>> oktopk.run_threads(2, start)
+        [[7.0, 7.0], [7.0, 7.0]]
+    """
     shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     agree(comm, {"tensors": shapes})
     if comm.world == 1:

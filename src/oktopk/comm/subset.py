@@ -1,4 +1,4 @@
-"""Some of the ranks of a communicator, among themselves."""
+"""A communicator of some of the ranks of another one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..metrics.traffic import Operation
-from .base import Communicator, Pending, Wrapped
-from .control import seal, sealed_bytes, unseal
+from .base import Communicator, Wrapped
+from .messages import seal, sealed_bytes, unseal
+from .transport import Pending
 
 
 class Subset(Wrapped):
-    """The given ranks, this one among them, over the connections of all. A failure still ends everybody."""
+    """The given ranks, this one among them, over the connections of all. A failure still ends all ranks."""
 
     def __init__(self, inner: Communicator, ranks: Sequence[int], timeout: float | None = None) -> None:
         super().__init__(list(ranks).index(inner.rank), len(ranks), inner.timeout if timeout is None else timeout)
@@ -25,7 +26,7 @@ class Subset(Wrapped):
         return self.inner.post_recv(capacity, self.ranks[peer], operation)
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
-        """A ring: parts go round once to be added up, and once more to be handed out.
+        """By a ring: parts travel round once to be summed, and once more to be distributed.
 
         P = 3, rank 0 sends part:   0   2   |   1   0
         and gets from rank 2:       2   1   |   0   2
@@ -38,8 +39,8 @@ class Subset(Wrapped):
             outgoing, part = (parts[(self.rank - step - later) % self.world] for later in (0, 1))
             number = next(self.numbers)
             incoming = self.post_recv(sealed_bytes(part.nbytes), source, operation)
-            sending = self.post_send(seal(outgoing, self.known_as(self.rank), number, operation), to, operation)
-            arrived = unseal(incoming.wait(deadline), self.known_as(source), number, operation, part.dtype)
+            sending = self.post_send(seal(outgoing, self.global_rank(self.rank), number, operation), to, operation)
+            arrived = unseal(incoming.wait(deadline), self.global_rank(source), number, operation, part.dtype)
             if step < self.world - 1:
                 part += arrived
             else:
@@ -48,5 +49,5 @@ class Subset(Wrapped):
         if whole.data_ptr() != x.data_ptr():
             x.copy_(whole.view(x.shape))
 
-    def known_as(self, rank: int) -> int:
-        return self.inner.known_as(self.ranks[rank])
+    def global_rank(self, rank: int) -> int:
+        return self.inner.global_rank(self.ranks[rank])

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..errors import Aborted, CommError, CommTimeout
 from ..metrics.traffic import Operation
-from .base import DEFAULT_TIMEOUT, Communicator, interrupted, seconds_until, trim
+from ..utils.timeouts import TIMEOUTS, seconds_until
+from .base import Communicator
+from .messages import trim
+from .transport import INTERRUPTED
 
 T = TypeVar("T")
-_FAREWELL = 5.0
-"""Seconds to wait for ranks that are busy with something else when an interrupt ends them."""
 
 
 class _Mailbox:
@@ -28,7 +29,7 @@ class _Mailbox:
         self.changed = threading.Condition()
         self.queues: list[deque[Tensor]] = [deque() for _ in range(world)]
         self.sums: list[deque[Tensor]] = [deque() for _ in range(world)]
-        """What belongs to an all_reduce_, as other transports keep it apart too."""
+        """Those of an all_reduce_, which other transports keep apart too."""
 
     def queue(self, peer: int, operation: Operation) -> deque[Tensor]:
         return (self.sums if operation.name == "all_reduce" else self.queues)[peer]
@@ -41,12 +42,12 @@ class _World:
         self.boxes = [_Mailbox(size) for _ in range(size)]
         self.turn = threading.Lock() if in_turns else None
         self.waits_for: dict[int, int] = {}
-        """Also of ranks that have waited in vain."""
+        """Also of ranks that have timed out."""
         self.failed: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Wake everybody up; the first failure is the one that counts."""
+        """Wake all ranks; the first failure counts."""
         with self._lock:
             self.failed = self.failed or (rank, error)
         for box in self.boxes:
@@ -54,8 +55,8 @@ class _World:
                 box.changed.notify_all()
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Let others have their turn meanwhile."""
+    def let_others_run(self) -> Iterator[None]:
+        """Give up the turn for the block."""
         if self.turn is None:
             yield
             return
@@ -65,8 +66,8 @@ class _World:
         finally:
             self.turn.acquire()
 
-    def missed(self, rank: int, peer: int) -> int:
-        """Who is missing when a rank waits for a peer: that may wait for somebody itself, and so on."""
+    def find_missing(self, rank: int, peer: int) -> int:
+        """The rank that is missing when a rank waits for a peer: that may wait for another one, and so on."""
         waits_for, found, seen = dict(self.waits_for), peer, {rank}
         while found not in seen and found in waits_for:
             seen.add(found)
@@ -77,10 +78,10 @@ class _World:
         if self.failed is not None:
             rank, error = self.failed
             who = f"rank {rank} failed" if rank >= 0 else "the caller was interrupted"
-            raise Aborted(f"{operation}: given up because {who}: {error!r}")
+            raise Aborted(f"{operation}: {who}: {error!r}")
 
 
-class _Sent:
+class _Send:
     def __init__(self, message: Tensor) -> None:
         self.message = message
 
@@ -88,32 +89,32 @@ class _Sent:
         return self.message
 
 
-class _Receiving:
+class _Receive:
     def __init__(self, comm: ThreadCommunicator, capacity: int, peer: int, operation: Operation) -> None:
         self.comm, self.capacity, self.peer, self.operation = comm, capacity, peer, operation
 
     def wait(self, deadline: float) -> Tensor:
-        message = self.comm.take(self.peer, deadline, self.operation)
+        message = self.comm.receive(self.peer, deadline, self.operation)
         return trim(message[: self.capacity], self.peer, self.operation)
 
 
 class ThreadCommunicator(Communicator):
     """One rank of a world of threads."""
 
-    def __init__(self, shared: _World, rank: int, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, shared: _World, rank: int, timeout: float = TIMEOUTS.operation) -> None:
         super().__init__(rank, len(shared.boxes), timeout)
         self._shared = shared
         self._interrupted = False
 
-    def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Sent:
+    def post_send(self, message: Tensor, peer: int, operation: Operation) -> _Send:
         self._shared.check(operation)
-        # A copy, because the sender may reuse its buffer, as with a real network. By NumPy, which keeps the GIL:
-        # with many threads, giving it up for every small operation costs more than the operation.
-        self._put(torch.from_numpy(message.numpy().copy()), peer, operation)
-        return _Sent(message)
+        # A copy, because the sender may reuse its buffer, as with a real network. By NumPy, which holds the GIL:
+        # with many threads, releasing it for every small operation costs more than the operation.
+        self._deliver(torch.from_numpy(message.numpy().copy()), peer, operation)
+        return _Send(message)
 
-    def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Receiving:
-        return _Receiving(self, capacity, peer, operation)
+    def post_recv(self, capacity: int, peer: int, operation: Operation) -> _Receive:
+        return _Receive(self, capacity, peer, operation)
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
         """Rank 0 adds up in rank order and hands out the sum."""
@@ -121,16 +122,16 @@ class ThreadCommunicator(Communicator):
         self._shared.check(operation)
         deadline = self._deadline()
         if self.rank:
-            self._put(x.clone(), 0, operation)
-            x.copy_(self.take(0, deadline, operation))
+            self._deliver(x.clone(), 0, operation)
+            x.copy_(self.receive(0, deadline, operation))
             return
         for peer in range(1, self.world):
-            theirs = self.take(peer, deadline, operation)
+            theirs = self.receive(peer, deadline, operation)
             if theirs.shape != x.shape or theirs.dtype != x.dtype:
                 raise CommError(f"{operation}: rank {peer} has {tuple(theirs.shape)}, rank 0 {tuple(x.shape)}")
             x += theirs
         for peer in range(1, self.world):
-            self._put(x.clone(), peer, operation)
+            self._deliver(x.clone(), peer, operation)
 
     def fail(self, error: BaseException) -> None:
         self._shared.abort(self.rank, error)
@@ -141,19 +142,20 @@ class ThreadCommunicator(Communicator):
         with box.changed:
             box.changed.notify_all()
 
-    def _put(self, message: Tensor, peer: int, operation: Operation) -> None:
+    def _deliver(self, message: Tensor, peer: int, operation: Operation) -> None:
         box = self._shared.boxes[peer]
         with box.changed:
             box.queue(self.rank, operation).append(message)
             box.changed.notify_all()
 
-    def take(self, peer: int, deadline: float, operation: Operation) -> Tensor:
+    def receive(self, peer: int, deadline: float, operation: Operation) -> Tensor:
+        """Wait for the next message from a peer."""
         box = self._shared.boxes[self.rank]
         queue = box.queue(peer, operation)
-        if queue:  # nobody else takes from it
+        if queue:  # no other thread reads it
             return queue.popleft()
         self._shared.waits_for[self.rank] = peer
-        with self._shared.idle(), box.changed:
+        with self._shared.let_others_run(), box.changed:
             box.changed.wait_for(
                 lambda: queue or self._shared.failed or self._interrupted,
                 timeout=max(0.0, deadline - time.monotonic()),
@@ -163,9 +165,9 @@ class ThreadCommunicator(Communicator):
                 return queue.popleft()
         self._shared.check(operation)
         if self._interrupted:
-            raise CommError(interrupted(operation))
-        missed, seconds = self._shared.missed(self.rank, peer), seconds_until(deadline, self.timeout)
-        raise CommTimeout(f"{operation}: no message from rank {missed} within {seconds:g} s")
+            raise CommError(f"{operation}: {INTERRUPTED}")
+        missing, seconds = self._shared.find_missing(self.rank, peer), seconds_until(deadline, self.timeout)
+        raise CommTimeout(f"{operation}: no message from rank {missing} within {seconds:g} s")
 
 
 def alone() -> ThreadCommunicator:
@@ -174,12 +176,21 @@ def alone() -> ThreadCommunicator:
 
 
 def run_threads(
-    world: int, fn: Callable[[Communicator], T], timeout: float = 60.0, *, in_turns: bool = False
+    world: int, fn: Callable[[Communicator], T], timeout: float = TIMEOUTS.threads, *, in_turns: bool = False
 ) -> list[T]:
-    """Call fn(comm) on `world` ranks, each a thread of this process; the results in rank order.
+    """Call fn(comm) on `world` ranks, each a thread of this process.
 
-    A rank that raises ends all the others at their next communication, and its error is raised here. With
-    `in_turns`, one rank runs at a time, until it waits: hundreds of threads get more done if they do not quarrel.
+    Args:
+        world: How many ranks.
+        fn: What each rank does, with its communicator.
+        timeout: Seconds that an operation between ranks may take.
+        in_turns: Let one rank run at a time, until it waits: faster for hundreds of ranks.
+
+    Returns:
+        What fn returned, in rank order.
+
+    Raises:
+        Exception: The error of the first rank that raised one. The others end at their next operation.
 
     >>> import torch
     >>> def total(comm):
@@ -197,9 +208,9 @@ def run_threads(
     def run(rank: int) -> None:
         try:
             with shared.turn or nullcontext():
-                if shared.turn is None or shared.failed is None:  # nobody begins after the end
+                if shared.turn is None or shared.failed is None:  # no rank begins after a failure
                     results[rank] = fn(ThreadCommunicator(shared, rank, timeout))
-        except BaseException as error:  # handed to the caller below, whatever it is
+        except BaseException as error:  # raised in the caller below, whatever it is
             shared.abort(rank, error)
 
     threads = [
@@ -211,9 +222,9 @@ def run_threads(
             thread.start()
         for thread in threads:
             thread.join()
-    except BaseException as interrupt:  # Ctrl-C, for one: end the ranks before it goes on
+    except BaseException as interrupt:  # such as Ctrl-C: end the ranks first
         shared.abort(-1, interrupt)
-        deadline = time.monotonic() + _FAREWELL
+        deadline = time.monotonic() + TIMEOUTS.close
         for thread in threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))

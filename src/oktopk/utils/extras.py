@@ -1,4 +1,4 @@
-"""The extras of this package, and what is in them, as its metadata says."""
+"""Optional dependencies: the extras of this package and the packages in them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from importlib import metadata
 
 EXTRAS = ("mpi", "train", "report")
-"""Those whose packages a command may miss."""
+"""Extras that a command may need."""
 _PACKAGES = {"PIL": "pillow"}
-"""Of modules that are not called like the package they come with."""
+"""Packages whose name differs from that of their module."""
 
 
 def packages() -> dict[str, list[str]]:
-    """By extra."""
+    """The packages of each extra, from the metadata of this package."""
     found: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
     for requirement in metadata.requires("oktopk") or ():
         match = re.fullmatch(r"([\w.-]+)[^;]*;.*\bextra == ['\"](\w+)['\"]", requirement)
@@ -22,7 +22,7 @@ def packages() -> dict[str, list[str]]:
 
 
 def how_to_install(module: str) -> str:
-    """What to type when a module is missing; `tomli`, which only old Pythons need, has a marker of its own.
+    """The command that installs a missing module.
 
     >>> how_to_install("PIL.Image"), how_to_install("tomli"), how_to_install("elsewhere")
     ("pip install 'oktopk[train]'", "pip install 'oktopk[train]'", 'pip install elsewhere')
@@ -31,6 +31,6 @@ def how_to_install(module: str) -> str:
     package = _PACKAGES.get(name, name)
     try:
         extra = next((extra for extra, inside in packages().items() if package in inside), None)
-    except metadata.PackageNotFoundError:  # a source tree that nobody has installed
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
         extra = None
     return f"pip install {package}" if extra is None else f"pip install 'oktopk[{extra}]'"

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files of others, read without waiting or end."""
+"""Atomic writes, and safe reads of files from elsewhere."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; what is there at the end takes the place of `path`, on an error nothing.
+    """Yield a temporary path next to `path`; its file replaces `path` at the end of the block.
 
-    Several processes may do this to the same path at once: each writes its own file, and the last one stays.
+    If the block raises, `path` stays as it was. Several processes may write the same path at once: each writes its
+    own file, and the last one wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -29,7 +30,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def remove_drafts(path: Path) -> None:
-    """What writers that were killed have left beside `path`. Nobody may be writing it now."""
+    """Remove the temporary files that killed writers left next to `path`. No process may be writing it."""
     draft = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{16}")
     for name in os.listdir(path.parent):
         if draft.fullmatch(name):
@@ -37,7 +38,7 @@ def remove_drafts(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file in one step, after its content has reached the disk."""
+    """Write the content to disk, then replace the file in one step."""
     with atomic_path(path) as draft, open(draft, "wb") as file:
         file.write(content)
         file.flush()
@@ -45,7 +46,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names that have come, gone or changed in a folder outlast a power cut."""
+    """Flush the entries of a folder to disk: files created, removed or renamed in it survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -54,7 +55,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """To be read; an OSError if it is no regular file: a pipe is waited for, and a device may have no end."""
+    """Open a regular file for reading.
+
+    Raises OSError for anything else: opening a pipe blocks, and a device may never end.
+    """
     handle = os.open(os.fspath(path), os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
@@ -66,7 +70,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """All of a regular file; an OSError if it has more than `most` bytes."""
+    """Read a regular file. Raises OSError if it has more than `most` bytes."""
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -75,7 +79,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, with those above it that are missing; they outlast a power cut."""
+    """Create a folder and its missing parents, so that they survive a power failure."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for one in missing:
@@ -83,7 +87,7 @@ def make_folder(folder: Path) -> None:
 
 
 def keep_copy(path: Path) -> Path:
-    """Write the file's content to the first free of `name.bak`, `name.bak2`, … and say which."""
+    """Copy the file to the first free name of `name.bak`, `name.bak2`, … and return that path."""
     content, number = path.read_bytes(), 1
     while (copy := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
         number += 1

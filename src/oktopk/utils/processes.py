@@ -1,4 +1,4 @@
-"""Processes of this machine that work together: started one by one, told of signals, and none left behind."""
+"""Start processes on this machine that work together, forward signals to them, and leave none behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ Stream = int | IO[bytes] | None
 
 @dataclass(frozen=True)
 class Process:
-    """One that is to be started. `environment` is added to that of this process; streams are as in Popen."""
+    """A process to start.
+
+    Attributes:
+        environment: Variables to add to the environment of this process.
+        stdout: As in subprocess.Popen.
+        stderr: As in subprocess.Popen.
+    """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     stdout: Stream = None
@@ -28,26 +34,30 @@ class Process:
 
 @contextmanager
 def local_world(count: int) -> Iterator[list[dict[str, str]]]:
-    """The environment of each of `count` ranks that find each other on loopback, while the block lasts."""
+    """Yield the environment of each of `count` ranks; their rendezvous is on loopback and lasts for the block."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks find the store above, and none opens another one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks use the store above instead of opening one
     }
     yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 @contextmanager
-def started(
+def start_processes(
     command: Sequence[str], wanted: Sequence[Process]
 ) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[signal.Signals]]]:
-    """The processes, and the signals that came meanwhile and were passed on to them. Who still runs at the end of
-    the block is killed.
+    """Start the processes, forward signals to them, and kill those that still run at the end of the block.
 
-    A signal is noted, and raises nothing: a process that is being started must not be forgotten.
+    Yields the processes and the list of signals received so far. Signals do not raise here, because an exception
+    in the middle of a start would lose a process.
+
+    Args:
+        command: The command of every process.
+        wanted: One entry for each process.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with forward_signals(processes) as came:
@@ -63,10 +73,10 @@ def started(
                     start_new_session=True,
                 )
                 processes.append(process)
-                if came:  # before it could be told with the others
+                if came:  # this process was not there yet to be forwarded the signal
                     ask_to_end(process, came[-1])
             yield processes, came
         finally:
             for process in processes:
-                with process:  # closes its pipes, and waits for it
+                with process:  # closes its pipes and waits for it
                     process.kill()

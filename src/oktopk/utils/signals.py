@@ -1,4 +1,4 @@
-"""Being asked to end: while others do the work, or in the middle of one's own."""
+"""Signals that end a program: raise them as exceptions, or forward them to child processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that is not Ctrl-C, or that has ended other processes."""
+    """A signal other than Ctrl-C interrupted the program, or a signal ended its child processes."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupted_code(error: KeyboardInterrupt) -> int:
-    """The exit code of a program that was ended so.
+    """The exit code of a program that a signal ended.
 
     >>> interrupted_code(KeyboardInterrupt()), interrupted_code(Interrupted(signal.SIGTERM))
     (130, 143)
@@ -28,8 +28,8 @@ def interrupted_code(error: KeyboardInterrupt) -> int:
 
 
 @contextmanager
-def raising(number: signal.Signals) -> Iterator[None]:
-    """The signal is an exception meanwhile, so that what was begun is cleared away."""
+def raise_on_signal(number: signal.Signals) -> Iterator[None]:
+    """Raise Interrupted when the signal arrives within the block, so that the code inside can clean up."""
 
     def interrupt(number: int, _: object) -> None:
         raise Interrupted(number)
@@ -43,20 +43,22 @@ def raising(number: signal.Signals) -> Iterator[None]:
 
 @contextmanager
 def forward_signals(processes: Sequence[Popen[bytes]]) -> Iterator[list[signal.Signals]]:
-    """Ctrl-C, SIGTERM and the end of the terminal go on to the processes that run; the list has those that came.
+    """Forward Ctrl-C, SIGTERM and SIGHUP to the running processes. Yields the list of signals received so far.
 
-    A process should have a session of its own, so that a Ctrl-C reaches it once: a second one would not let it
-    save.
+    Start the processes in sessions of their own: otherwise the terminal sends them Ctrl-C too, and a second one
+    keeps them from saving.
     """
     came: list[signal.Signals] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         came.append(signal.Signals(number))
         for process in processes:
             ask_to_end(process, came[-1])
 
-    heeded = [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]  # as nohup wants it
-    before = {number: signal.signal(number, pass_on) for number in heeded}
+    handled = [
+        number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN
+    ]  # leave ignored signals ignored, for nohup
+    before = {number: signal.signal(number, forward) for number in handled}
     try:
         yield came
     finally:
@@ -65,5 +67,6 @@ def forward_signals(processes: Sequence[Popen[bytes]]) -> Iterator[list[signal.S
 
 
 def ask_to_end(process: Popen[bytes], number: signal.Signals) -> None:
+    """Send the signal to a running process; SIGTERM in place of SIGHUP."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM if number is signal.SIGHUP else number)

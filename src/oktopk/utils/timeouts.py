@@ -8,12 +8,15 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Timeouts:
     """How long waits may take, in seconds. Users set the first one, as `timeout=`; the others follow from it or
-    are short: they bound courtesies, such as a last word to ranks that are about to end."""
+    are short: they bound what is nice to have, such as the notes of ranks that are about to end."""
 
     operation: float = 300.0
     """A message, a sum, or the set-up of a communicator."""
+    threads: float = 60.0
+    """The same between ranks that are threads of one process."""
     rendezvous: float = 20.0
-    """Until all ranks have made their TCP connections: they have all met just before."""
+    """Until all ranks have made their TCP connections: they have all met just before. At most a third of the
+    timeout of an operation, because ranks that do not have to wait are already at the vote."""
     handshake: float = 5.0
     """For a peer that has connected to say which rank it is."""
     poll: float = 1.0
@@ -43,3 +46,14 @@ class Timeouts:
 
 
 TIMEOUTS = Timeouts()
+
+
+class Deadline(float):
+    """A moment of time.monotonic() that knows how long there was until then."""
+
+    seconds: float
+
+
+def seconds_until(deadline: float, otherwise: float) -> float:
+    """The timeout that led to a deadline: a single operation may have another one than its communicator."""
+    return deadline.seconds if isinstance(deadline, Deadline) else otherwise
