@@ -1,4 +1,4 @@
-"""oktopk: the sparse gradient allreduce for PyTorch."""
+"""oktopk: sparse gradient all-reduce with error feedback for PyTorch."""
 
 from __future__ import annotations
 

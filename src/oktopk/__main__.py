@@ -1,4 +1,4 @@
-"""`python -m oktopk` is `oktopk`."""
+"""Run the command line: `python -m oktopk` is the same as `oktopk`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""sparse_allreduce: the bare collective, over any algorithm and any communicator."""
+"""sparse_allreduce: the collective alone, with any algorithm over any communicator."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
 
@@ -13,36 +13,54 @@ from .algorithms import Algorithm, Reduction, find_algorithm
 from .algorithms.base import reduce_step
 from .algorithms.selection import target_count
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
-from .errors import naming_step
-from .feedback.accumulator import Accumulator, narrowed
+from .errors import add_step_to_errors
+from .feedback.accumulator import Accumulator, narrow
 from .wire.message import VALUE_CODES
 from .wire.sparse_comm import SparseCommunicator
 
 
 @dataclass(frozen=True)
 class Info:
-    """What one sparse_allreduce did on this rank."""
+    """What one sparse_allreduce did on this rank.
+
+    Attributes:
+        algorithm: Name of the algorithm.
+        size: Entries of the tensor.
+        target: k, the number of entries that the density asks for.
+        local_count: Entries that this rank selected.
+        result_count: Non-zero entries of the result.
+        threshold: Magnitude from which on this rank selected.
+        global_threshold: Magnitude from which on sums survived, for Ok-Topk; otherwise 0.
+        exact: The local threshold was evaluated exactly on this step.
+        global_exact: The global threshold was evaluated exactly on this step.
+        skipped: Some rank had a non-finite number. The result is zero and every residual is unchanged.
+        traffic: Bytes, messages and seconds by operation.
+        payload: The part of the traffic that carried gradient.
+        control: The part that did not: counts, region edges, agreement.
+        state: Pass it to the next call on the same tensor, so that thresholds and regions are tracked.
+
+    Example:
+        >>> import oktopk
+        >>> import torch
+        >>> _, info = oktopk.sparse_allreduce(torch.arange(100.0), density=0.05)
+        >>> info.algorithm, info.target, info.local_count, info.skipped
+        ('oktopk', 5, 5, False)
+    """
 
     algorithm: str
     size: int
     target: int
-    """k, the number of entries the density stands for."""
     local_count: int
-    """How many entries this rank selected."""
     result_count: int
-    """How many entries of the result are not zero."""
     threshold: float
     global_threshold: float
     exact: bool
-    """The local threshold was evaluated exactly on this step."""
     global_exact: bool
     skipped: bool
-    """Some rank met a NaN or an infinity: the result is zero and every residual is as it was."""
     traffic: dict[Operation, Traffic]
     payload: Traffic
     control: Traffic
     state: Any
-    """Pass it to the next call on the same tensor, so that thresholds and regions are followed."""
 
 
 @torch.no_grad()
@@ -59,23 +77,41 @@ def sparse_allreduce(
     state: Any = None,
     step: int = 0,
 ) -> tuple[Tensor, Info]:
-    """The mean of `tensor` over all ranks, made of the entries that matter.
+    """Average `tensor` over all ranks by a sparse all-reduce with error feedback.
 
-    The residual (float32, as many entries as the tensor) is added to the tensor first and is updated in place:
-    it keeps what was not sent. Without one, what is not sent is lost. The tensor may be of any floating type and
-    shape; the result has the same. It goes into `out` if given, which may be the tensor itself.
+    Every rank must call it with matching arguments. A wrong argument on one rank raises on every rank.
 
-    On the wire, `values` are fp32, bf16, fp16 or e4m3 (8 bits; the rounding error stays in the residual), and
-    `indices` are coded, or raw: four bytes each, which makes an entry the two words of the literature.
+    Args:
+        tensor: Dense, of any floating-point dtype and any shape.
+        density: Share of the entries to send, in (0, 1].
+        algorithm: A name from oktopk.ALGORITHMS, or an Algorithm instance with other hyper-parameters.
+        residual: Error feedback: float32, contiguous, with as many entries as the tensor. It is added to the
+            tensor before the selection and updated in place to keep what was not sent. Without it, unsent entries
+            are lost.
+        comm: Communicator; by default that of torch.distributed or, if it is not initialised, this process alone.
+        values: Format of values on the wire: fp32, bf16, fp16 or e4m3 (8 bits). Rounding errors stay in the
+            residual.
+        indices: Format of indices on the wire: coded (about one byte each), or raw (four bytes each, as the
+            literature counts).
+        out: Tensor for the result, of the tensor's dtype and shape; may be the tensor itself.
+        state: `info.state` of the last call on this tensor, so that thresholds and regions are tracked.
+        step: Number of the step, for messages and errors.
 
-    All ranks must call it with arguments that fit; a mistake on one rank is a ValueError on all of them.
+    Returns:
+        The mean, in the tensor's dtype and shape, and the Info of this call. The mean is zero outside the entries
+        that were exchanged.
 
-    >>> import oktopk
-    >>> def mean(comm):
-    ...     tensor = torch.tensor([0.0, 4.0, 0.1, 0.0]) * (comm.rank + 1)
-    ...     return oktopk.sparse_allreduce(tensor, density=0.25, comm=comm)[0].tolist()
-    >>> oktopk.run_threads(2, mean)
-    [[0.0, 6.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]]
+    Raises:
+        ValueError: An argument is wrong, or arguments differ between ranks.
+        CommError: Communication failed.
+
+    Example:
+        >>> import oktopk
+        >>> def mean(comm):
+        ...     tensor = torch.tensor([0.0, 4.0, 0.1, 0.0]) * (comm.rank + 1)
+        ...     return oktopk.sparse_allreduce(tensor, density=0.25, comm=comm)[0].tolist()
+        >>> oktopk.run_threads(2, mean)
+        [[0.0, 6.0, 0.0, 0.0], [0.0, 6.0, 0.0, 0.0]]
     """
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm must be an oktopk.Communicator, got {type(comm).__name__}")
@@ -93,7 +129,7 @@ def sparse_allreduce(
         "state": getattr(state, "shared", type(state).__name__),
         "step": step,
     }
-    with naming_step(meter.rank, step):
+    with add_step_to_errors(meter.rank, step):
         agree(meter, terms, problem)
     chosen = find_algorithm(algorithm)
     acc = Accumulator(_work_buffer(tensor, out), None if residual is None else residual.view(-1))
@@ -106,18 +142,18 @@ def sparse_allreduce(
         raw_indices=indices == "raw",
         device=acc.work.device,
     )
-    with naming_step(meter.rank, step):
+    with add_step_to_errors(meter.rank, step):
         reduction, found = reduce_step(chosen, channel, acc, k, state)
     if reduction.mean is not None:
         found = int(torch.count_nonzero(acc.work))
-    mean = _returned(acc, tensor, meter)
+    mean = _convert_mean(acc, tensor, meter)
     if out is not None:
         mean = out if out.data_ptr() == mean.data_ptr() else out.copy_(mean)
     return mean, _info(chosen, acc.size, k, reduction, found, meter)
 
 
 def _work_buffer(tensor: Tensor, out: Tensor | None) -> Tensor:
-    """The tensor in float32, in memory that may be overwritten: that of `out` if it will do."""
+    """Copy the tensor as float32 into memory that may be overwritten: that of `out` if it fits."""
     if out is None or out.dtype != torch.float32 or not out.is_contiguous():
         return tensor.detach().to(torch.float32, copy=True).contiguous().view(-1)
     if out is not tensor:
@@ -125,32 +161,27 @@ def _work_buffer(tensor: Tensor, out: Tensor | None) -> Tensor:
     return out.detach().view(-1)
 
 
-def _returned(acc: Accumulator, tensor: Tensor, comm: Communicator) -> Tensor:
-    """The mean in the tensor's type and shape, never infinite; what the type cannot hold stays with rank 0."""
+def _convert_mean(acc: Accumulator, tensor: Tensor, comm: Communicator) -> Tensor:
+    """The mean in the tensor's dtype and shape, never infinite. Rank 0 keeps the rounding error as residual."""
     if tensor.dtype in (torch.float32, torch.float64):
         return acc.work.view(tensor.shape).to(tensor.dtype)
-    mean = narrowed(acc.work, tensor.dtype)
+    mean = narrow(acc.work, tensor.dtype)
     if acc.residual is not None and comm.rank == 0:
         acc.residual.add_(acc.work - mean.float(), alpha=comm.world)
     return mean.view(tensor.shape)
 
 
 def _info(chosen: Algorithm, size: int, k: int, reduction: Reduction, found: int, meter: Metered) -> Info:
+    same = {field.name: getattr(reduction, field.name) for field in fields(Info) if hasattr(reduction, field.name)}
     return Info(
         algorithm=chosen.name,
         size=size,
         target=k,
-        local_count=reduction.local_count,
         result_count=found,
-        threshold=reduction.threshold,
-        global_threshold=reduction.global_threshold,
-        exact=reduction.exact,
-        global_exact=reduction.global_exact,
-        skipped=reduction.skipped,
         traffic=meter.traffic,
         payload=meter.payload(),
         control=meter.control(),
-        state=reduction.state,
+        **same,
     )
 
 
@@ -165,13 +196,13 @@ def _problem(
     state: object,
     step: int,
 ) -> str | None:
-    """What is wrong with the arguments, and what to do about it."""
+    """Say what is wrong with the arguments and how to fix it; None if nothing is."""
     if not isinstance(tensor, Tensor):
         return f"tensor must be a torch.Tensor, got {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return f"tensor must be dense, got layout {tensor.layout}: call to_dense() on it first"
     if not tensor.is_floating_point():
-        return f"tensor must be of a floating type, got {tensor.dtype}: convert it first"
+        return f"unsupported tensor dtype {tensor.dtype}: expected a floating-point dtype"
     if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
         return f"density must be in (0, 1], got {density!r}"
     if not isinstance(values, str) or values not in VALUE_CODES:
@@ -179,7 +210,7 @@ def _problem(
     if indices not in ("coded", "raw"):
         return f"unknown index format {indices!r}: choose coded or raw"
     if not isinstance(step, int) or step < 0:
-        return f"step must be a number from 0 on, got {step!r}"
+        return f"step must be an integer of at least 0, got {step!r}"
     try:
         chosen = find_algorithm(algorithm)
     except ValueError as error:
@@ -196,7 +227,7 @@ def _memory_problem(tensor: Tensor, residual: Tensor | None, out: Tensor | None)
         if not isinstance(given, Tensor):
             return f"{name} must be a torch.Tensor, got {type(given).__name__}"
         if given.layout is not torch.strided or given.device != tensor.device:
-            return f"{name} must be dense and on the device of the tensor"
+            return f"{name} must be dense and on the tensor's device"
     if out is not None and (out.shape != tensor.shape or out.dtype != tensor.dtype):
         return f"out must be {tensor.dtype} of shape {tuple(tensor.shape)}, got {out.dtype} {tuple(out.shape)}"
     if residual is None:
@@ -209,5 +240,5 @@ def _memory_problem(tensor: Tensor, residual: Tensor | None, out: Tensor | None)
     if not residual.is_contiguous():
         return "residual must be contiguous"
     if tensor.numel() and residual.data_ptr() in (tensor.data_ptr(), 0 if out is None else out.data_ptr()):
-        return "residual must have memory of its own"
+        return "residual must not share memory with tensor or out"
     return None

@@ -1,4 +1,14 @@
-"""The algorithms, by name."""
+"""The algorithms. ALGORITHMS has their classes by the name that `algorithm=` takes.
+
+The fields of a class are its hyper-parameters; an instance with other values can be passed instead of a name.
+
+Example:
+    >>> import oktopk
+    >>> list(oktopk.ALGORITHMS)
+    ['dense', 'topka', 'topkdsa', 'gtopk', 'gaussiank', 'oktopk']
+    >>> oktopk.ALGORITHMS["oktopk"](tau=32)
+    OkTopk(tau=32, tau_prime=32, imbalance=2.0)
+"""
 
 from __future__ import annotations
 
@@ -18,10 +28,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "gaussiank": Gaussiank,
     "oktopk": OkTopk,
 }
+"""Every algorithm by name."""
 
 
 def find_algorithm(algorithm: str | Algorithm) -> Algorithm:
-    """The algorithm of that name with its default settings, or the one given."""
+    """Return the algorithm of that name with default settings, or the given instance."""
     if isinstance(algorithm, Algorithm):
         return algorithm
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:

@@ -1,4 +1,4 @@
-"""What an algorithm is, and the sparse reduce-scatter that two of them share."""
+"""The interface of an algorithm, and the sparse reduce-scatter that two of them share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ from ..wire.sparse_vector import SparseVector, all_finite, sum_in_region
 
 @dataclass(frozen=True)
 class Reduction:
-    """What an allreduce came to, on one rank.
+    """The result of a sparse all-reduce on one rank.
 
-    The sum over ranks is that of `parts`, added in order (the same on every rank), or P times `mean`.
-    `leaving` is what has left this rank's residual; a negative entry came to it. `skipped` means that some rank
-    met a non-finite number: all ranks return this, and nothing else in here counts.
+    Attributes:
+        parts: Sparse vectors whose sum, added in this order, is the sum over ranks; the same on every rank.
+        mean: The dense mean instead of parts, for a dense algorithm.
+        leaving: What to subtract from this rank's residual. A negative value adds to it.
+        state: What the algorithm remembers for the next step.
+        local_count: Entries that this rank selected.
+        threshold: Magnitude from which on this rank selected.
+        global_threshold: Magnitude from which on sums survived, for Ok-Topk.
+        exact: The local threshold was evaluated over all entries.
+        global_exact: The global threshold was evaluated over all sums.
+        skipped: Some rank saw a non-finite number. Every rank returns this, and the other fields are meaningless.
     """
 
     parts: Sequence[SparseVector] = ()
@@ -39,32 +47,59 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """A sparse allreduce. Its fields are its hyper-parameters; what it learns from step to step is `state`."""
+    """A sparse all-reduce: the base class of every algorithm.
+
+    A subclass is a frozen dataclass whose fields are its hyper-parameters. It implements reduce(); what it learns
+    from step to step is in `state`, which goes in and out. An instance can be passed wherever a name can.
+
+    Attributes:
+        name: The name in oktopk.ALGORITHMS.
+        band: The number of entries a rank selects stays within these multiples of k.
+
+    Example:
+        Select by magnitude, without communication:
+
+        >>> import oktopk
+        >>> import torch
+        >>> from oktopk.algorithms import Reduction
+        >>> class Local(oktopk.Algorithm):
+        ...     name = "local"
+        ...     def reduce(self, comm, acc, k, state):
+        ...         top, _ = acc.vector(acc.select(0.0, acc.size)).largest(k)
+        ...         return Reduction(parts=[top], leaving=[top], local_count=k)
+        >>> mean, _ = oktopk.sparse_allreduce(torch.tensor([1.0, -3.0, 2.0]), density=0.4, algorithm=Local())
+        >>> mean.tolist()
+        [0.0, -3.0, 0.0]
+    """
 
     name: ClassVar[str]
     band: ClassVar[tuple[float, float]] = (3 / 4, 5 / 4)
-    """The count a rank selects stays within these multiples of k."""
 
     @abstractmethod
     def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
-        """Sum over all ranks what each selects of its acc, about k entries.
+        """Add up over all ranks about k entries that each selects from its accumulator.
 
-        `state` is what the last reduction of this bucket returned, or None. A skipped step must leave it as it
-        was. Nothing is written to acc: the caller releases and finishes.
+        Must not write to acc: the caller commits or rolls back.
+
+        Args:
+            comm: Sends and receives sparse vectors, and carries the non-finite flag.
+            acc: residual + gradient of this rank.
+            k: Entries to select.
+            state: What the last reduction of this bucket returned, or None. A skipped step returns it unchanged.
         """
 
     def state_problem(self, state: object, size: int) -> str | None:
-        """What is wrong with a state that was handed in for a tensor of this size."""
-        if isinstance(state, float):  # a last threshold: only tells where to look first
+        """Say why a state does not fit a tensor of this size; None if it does."""
+        if isinstance(state, float):  # the last threshold: only a hint for the selection
             return None
         return foreign_state(state)
 
     def pack_state(self, state: Any) -> Any:
-        """The state as primitives, for a checkpoint."""
+        """Convert the state to primitives for a checkpoint."""
         return state
 
     def unpack_state(self, packed: Any) -> Any:
-        """The state that pack_state took apart."""
+        """Restore the state from pack_state()."""
         return packed
 
 
@@ -85,9 +120,9 @@ def equal_regions(size: int, world: int) -> list[int]:
 def split_and_reduce(
     comm: SparseCommunicator, local: SparseVector, edges: Sequence[int], limit: int
 ) -> tuple[SparseVector, SparseVector]:
-    """Sparse reduce-scatter: each entry goes to the owner of its region, who adds up in a fixed order.
+    """Sparse reduce-scatter: each entry goes to the owner of its region, which adds up in a fixed order.
 
-    Returns the sums of the own region, and the local selection as its receivers saw it.
+    Returns the sums of this rank's region, and the local selection as its receivers decoded it.
     """
     rank = comm.rank
     sent, incoming = comm.exchange(local.split(edges), edges, limit)
@@ -97,7 +132,7 @@ def split_and_reduce(
 
 
 def rounding_error(exact: SparseVector, seen: SparseVector) -> list[SparseVector]:
-    """What a lossy message lost comes back to its sender: as an entry of `leaving`, if there is any."""
+    """The rounding error of a lossy message, as entries of `leaving`: it stays in the sender's residual."""
     if seen.values is exact.values:
         return []
     return [exact.with_values(seen.values - exact.values)]
@@ -111,18 +146,19 @@ def reduce_step(
     state: Any,
     inspect: Callable[[Accumulator], None] | None = None,
 ) -> tuple[Reduction, int]:
-    """Run the algorithm and settle the outcome: acc becomes the mean, the residual keeps the rest.
+    """Run the algorithm, then commit: `acc.work` becomes the mean and the residual keeps what was not sent.
 
-    Returns the reduction and the number of entries in the mean: its non-zeros, or all of them if it is dense.
-    When the reduction is skipped, the mean is zero and the residual is what it was before, to the bit; `inspect`
-    gets to see acc before that.
+    If the step is skipped, `inspect` is called with acc first; then acc rolls back: the mean is zero and the
+    residual is what it was, to the bit.
+
+    Returns the reduction and the number of entries in the mean: its non-zeros, or all entries if it is dense.
     """
     if acc.size == 0:
         return Reduction(state=state), 0
     try:
         reduction = algorithm.reduce(comm, acc, k, state)
     except BaseException:
-        acc.rollback()  # nothing has been applied: the gradient must not count twice when the step is repeated
+        acc.rollback()  # a repeated step must not add the gradient twice
         raise
     if reduction.skipped:
         if inspect is not None:
@@ -133,4 +169,4 @@ def reduce_step(
         acc.write_dense_mean(reduction.mean)
         return reduction, acc.size
     acc.release(reduction.leaving)
-    return reduction, acc.finish(reduction.parts, comm.world)
+    return reduction, acc.write_mean(reduction.parts, comm.world)

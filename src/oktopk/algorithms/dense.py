@@ -1,4 +1,4 @@
-"""Dense: the allreduce everybody knows."""
+"""Dense: the ordinary all-reduce."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .base import Algorithm, Reduction, skip
 
 @dataclass(frozen=True)
 class Dense(Algorithm):
-    """The mean of all gradients, by the library's allreduce. A residual, if there is one, goes out with them.
+    """The mean of all gradients by the transport's all-reduce. A residual, if there is one, is sent along.
 
-    The 1/P comes before the sum, as in DistributedDataParallel: only that gives the same bits.
+    Gradients are divided by P before the sum, as in DistributedDataParallel, which gives the same bits.
     """
 
     name: ClassVar[str] = "dense"

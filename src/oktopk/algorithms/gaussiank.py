@@ -14,10 +14,13 @@ from .topka import gather_all
 
 @dataclass(frozen=True)
 class Gaussiank(Algorithm):
-    """Selects what a normal distribution fitted to |acc| says is the top k, then gathers as TopkA does.
+    """Selects by the threshold that a normal distribution fitted to |acc| gives for k, then gathers like TopkA.
 
-    Gradients are not normal, so the threshold is refined by counting, for `rounds` rounds at most, until 2k/3
-    to 4k/3 entries are above it. Words sent per rank: about 2k(P-1). Messages: ceil(log2 P).
+    Gradients are not normal, so the threshold is refined by counting until 2k/3 to 4k/3 entries are above it.
+    Words sent per rank: about 2k(P-1). Messages: ceil(log2 P).
+
+    Args:
+        rounds: Refinements at most; then the top k are selected exactly.
     """
 
     name: ClassVar[str] = "gaussiank"

@@ -1,4 +1,4 @@
-"""gTopk: top-k of top-k's, merged along a tree."""
+"""gTopk: the top-k of top-k selections, merged along a tree."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .selection import select_exact
 
 @dataclass(frozen=True)
 class GTopk(Algorithm):
-    """Exact local top-k; pairs of ranks merge theirs and keep the k largest; rank 0 broadcasts the last k.
+    """Exact local top-k; pairs of ranks merge theirs and keep the k largest; rank 0 broadcasts the final k.
 
         P = 6:   4 -> 0, 5 -> 1   (the ranks beyond the largest power of two fold in first)
                  1 -> 0, 3 -> 2
                  2 -> 0           and back by a binomial broadcast
 
     At most 2k words per message and 2 ceil(log2 P) messages in a row at the root: 4k log P words. What a merge
-    drops goes to the residual of the rank that drops it, so that no mass is lost.
+    drops stays in the residual of the rank that drops it.
     """
 
     name: ClassVar[str] = "gtopk"
@@ -39,7 +39,7 @@ class GTopk(Algorithm):
             merged = sum_in_region([held, comm.recv(peer, k)], 0, acc.size, acc.size)
             comm.check_finite(all_finite(merged.values))
             held, dropped = merged.largest(k)
-            back = acc.at(dropped.indices) + dropped.values  # what the residual here would hold
+            back = acc.at(dropped.indices) + dropped.values  # what the residual of this rank would hold
             comm.check_finite(all_finite(back))
             leaving.append(dropped.with_values(-dropped.values))
         if parent is not None:
@@ -61,7 +61,7 @@ class GTopk(Algorithm):
 
 
 def merges(rank: int, world: int) -> list[tuple[int, bool]]:
-    """The peers of a rank on its way up the tree, and whether it receives from them; at most the last sends.
+    """The peers of a rank on its way up the tree, and whether it receives from them. Only the last may be a send.
 
     >>> [merges(rank, 6) for rank in range(6)]  # doctest: +NORMALIZE_WHITESPACE
     [[(4, True), (1, True), (2, True)], [(5, True), (0, False)], [(3, True), (0, False)], [(2, False)],

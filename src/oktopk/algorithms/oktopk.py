@@ -1,4 +1,4 @@
-"""Ok-Topk: sparse allreduce in less than 6k words per rank, whatever the number of ranks.
+"""Ok-Topk: sparse all-reduce with fewer than 6k words per rank, for any number of ranks.
 
 S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,19 +25,19 @@ import torch
 from ..comm import Communicator
 from ..feedback.accumulator import Accumulator
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
-from ..wire import message as wire
+from ..wire.message import max_message_bytes
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, equal_regions, foreign_state, rounding_error, skip, split_and_reduce
 from .selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
 
 _FEW = 4096
-"""Candidates for the global threshold that are cheaper to gather than to count in histograms of 16 kB each."""
+"""Up to this many candidates for the global threshold are gathered; beyond, histograms of 16 kB are cheaper."""
 
 
 @dataclass(frozen=True)
 class GlobalThreshold:
-    """The last global threshold, and how many steps ago one was evaluated exactly."""
+    """The last global threshold, and the number of steps since it was evaluated exactly."""
 
     value: float
     age: int = 0
@@ -53,13 +54,13 @@ class OkTopkTracking:
 
     @property
     def shared(self) -> tuple[object, ...]:
-        """What must be the same on all ranks."""
+        """The part that must be equal on all ranks."""
         return self.steps, self.overall, self.edges
 
 
 @dataclass(frozen=True)
 class Overall:
-    """The global selection as every rank knows it: who has how many of the entries that survive."""
+    """The global selection: this rank's surviving sums, and how many every rank has."""
 
     own: SparseVector
     sizes: list[int]
@@ -70,9 +71,13 @@ class Overall:
 class OkTopk(Algorithm):
     """Words sent per rank: 2k(P-1)/P to split, as many to gather, and at most as many again to balance.
 
-    Messages: P - 1 + ceil(log2 P), and P - 1 more to balance. `tau` is the number of steps between
-    re-partitions, `tau_prime` between exact evaluations of the thresholds; both also happen when needed.
-    Buffers are balanced when one is more than `imbalance` times their mean.
+    Messages: P - 1 + ceil(log2 P), and P - 1 more to balance.
+
+    Args:
+        tau: Steps between re-partitions of the regions.
+        tau_prime: Steps between exact evaluations of the thresholds. A threshold is also evaluated exactly when
+            its count leaves the band.
+        imbalance: Buffers are balanced when the largest exceeds this multiple of their mean.
     """
 
     name: ClassVar[str] = "oktopk"
@@ -118,7 +123,7 @@ class OkTopk(Algorithm):
         if not isinstance(state, OkTopkTracking):
             return foreign_state(state)
         if state.edges and state.edges[-1] != size:
-            return f"state belongs to a tensor of {state.edges[-1]} entries, this one has {size}"
+            return f"state size mismatch: it comes from a tensor of {state.edges[-1]} entries, this one has {size}"
         return None
 
     def pack_state(self, state: OkTopkTracking | None) -> dict[str, Any] | None:
@@ -138,15 +143,15 @@ class OkTopk(Algorithm):
     def _select_overall(
         self, comm: SparseCommunicator, sums: SparseVector, k: int, last: GlobalThreshold | None
     ) -> Overall | None:
-        """Which sums survive: about k over all regions, by a threshold that all ranks share.
+        """Select about k sums over all regions, by a threshold that all ranks share.
 
-        One small all-gather carries each owner's histogram of magnitudes around the last threshold. It tells
-        everybody the threshold for this step, how many entries each owner keeps, and whether some sum is not
-        finite: then the answer is None, on all ranks.
+        One small all-gather carries each owner's histogram of magnitudes around the last threshold. From it every
+        rank derives the threshold of this step and how many entries each owner keeps. If any sum is non-finite,
+        every rank returns None.
         """
         first = 0 if last is None else max(1, bin_of(last.value) - BINS)
         histogram = backend(sums.values).magnitude_histogram(sums.values, first, 2 * BINS)
-        counts = [int(comm.nonfinite), *histogram]  # none is larger than an index
+        counts = [int(comm.nonfinite), *histogram]  # every count fits an index
         reports = np.array(comm.transport.all_gather_ints(counts, "counts", index_dtype(comm.size)))
         if reports[:, 0].any():
             return None
@@ -162,7 +167,7 @@ class OkTopk(Algorithm):
     def _balance_and_gather(
         self, comm: SparseCommunicator, overall: Overall, edges: Sequence[int]
     ) -> tuple[SparseVector, list[SparseVector]]:
-        """Everybody's survivors on every rank, and what rounding on the way gives back to this rank's residual."""
+        """Gather the survivors of all ranks. Also returns the rounding errors for this rank's residual."""
         own, sizes = overall.own, overall.sizes
         lost: list[SparseVector] = []
         mean = -(-sum(sizes) // comm.world)
@@ -170,13 +175,13 @@ class OkTopk(Algorithm):
         if max(sizes) > self.imbalance * mean:
             own, lost = balance(comm, own, sizes)
             sizes, regions = [mean] * comm.world, None
-        capacity = wire.capacity(max(sizes), comm.size, comm.values)
+        capacity = max_message_bytes(max(sizes), comm.size, comm.values)
         parts = comm.all_gather(own, capacity, regions)
         return SparseVector.join(parts), [*lost, *rounding_error(own, parts[comm.rank])]
 
 
 def balanced_regions(comm: Communicator, local: SparseVector) -> list[int]:
-    """Edges of P regions that split the selections evenly: the mean over ranks of what each would choose."""
+    """Edges of P regions that split the selections evenly: the mean over ranks of each rank's even split."""
     world, count = comm.world, len(local)
     proposal = torch.tensor(equal_regions(local.size, world)[1:-1], dtype=torch.int64)
     if count >= world:
@@ -188,9 +193,10 @@ def balanced_regions(comm: Communicator, local: SparseVector) -> list[int]:
 
 
 def exact_overall(comm: Communicator, sums: SparseVector, k: int) -> tuple[float, SparseVector, list[int]]:
-    """(threshold, own survivors, how many each rank has): exactly the k largest sums over all ranks.
+    """Select exactly the k largest sums over all ranks.
 
-    Ties go to the lowest index: regions are in rank order, so lower ranks take theirs first.
+    The lowest index wins a tie: regions are in rank order, so lower ranks take theirs first. Returns the
+    threshold, this rank's survivors, and how many every rank has.
     """
     threshold = 0.0 if k == sums.size else max(SMALLEST, kth_over_ranks(comm, sums, k))
     magnitude = sums.values.abs()
@@ -211,8 +217,8 @@ def exact_overall(comm: Communicator, sums: SparseVector, k: int) -> tuple[float
 def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
     """The k-th largest magnitude over all ranks, 0 if there are fewer.
 
-    If they are few, each rank's candidates are gathered. Otherwise three small histograms find it: positive floats
-    are ordered like their bits, so the answer comes 11, 11 and 10 bits at a time.
+    A few candidates are gathered. For more, three small histograms find the answer 11, 11 and 10 bits at a time:
+    positive floats are ordered like their bits.
     """
     if comm.world * k <= _FEW:
         own = sums.values.abs().cpu()
@@ -239,13 +245,11 @@ def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
 def balance(
     comm: SparseCommunicator, own: SparseVector, sizes: Sequence[int]
 ) -> tuple[SparseVector, list[SparseVector]]:
-    """Even out the buffers: of all entries in a line, block j of about equal length goes to rank j.
+    """Even out the buffers: block j of the concatenated entries, all of about equal length, goes to rank j.
 
-    Returns this rank's block, and what rounding on the way gives back to its residual.
+    Returns this rank's block, and the rounding errors that stay in its residual.
     """
-    line = [0]
-    for size in sizes:
-        line.append(line[-1] + size)
+    line = [0, *accumulate(sizes)]
     blocks = equal_regions(line[-1], comm.world)
     start, rank = line[comm.rank], comm.rank
     outgoing = [own[slice(*overlap(line, rank, blocks, peer, start))] for peer in range(comm.world)]
@@ -259,7 +263,7 @@ def balance(
 def overlap(
     line: Sequence[int], owner: int, blocks: Sequence[int], block: int, origin: int = 0
 ) -> tuple[int, int]:
-    """The part of an owner's interval of the line that lies in a block, counted from origin; (x, x) if none."""
+    """The part of an owner's interval that lies in a block, counted from origin; (x, x) if they do not overlap."""
     start = max(line[owner], blocks[block])
     stop = max(start, min(line[owner + 1], blocks[block + 1]))
     return start - origin, stop - origin

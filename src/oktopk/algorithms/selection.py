@@ -1,4 +1,4 @@
-"""Which entries go out: exact top-k, a tracked threshold, or a Gaussian fit."""
+"""Local selection: exact top-k, a tracked threshold, or a Gaussian fit."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..kernels import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of
 from ..wire.sparse_vector import SparseVector
 
 LOW, HIGH = 0.8, 1.25
-"""A tracked selection has LOW·k to HIGH·k entries; outside of that the threshold is evaluated exactly."""
+"""A tracked selection has LOW·k to HIGH·k entries; outside that band the threshold is evaluated exactly."""
 
 MARGIN = 1.25
-"""How many times k the pass over memory aims at, so that the k wanted are among what it finds."""
+"""The pass over memory aims at MARGIN·k entries, so that it finds the top k among them."""
 
 ROOM, MORE = 4, 16
-"""How many times k there is room for in that pass, and up to how many a second one makes room."""
+"""That pass has room for ROOM·k entries; a second pass makes room for up to MORE·k."""
 
 BINS = 64
-"""Bins of magnitude looked at on either side of a threshold: a quarter of an octave, about 20 %."""
+"""Histogram bins on either side of a threshold: a quarter of an octave, about 20 %."""
 
 
 def target_count(size: int, density: float) -> int:
-    """k: how many of `size` entries a density stands for; at least one, unless there are none."""
+    """k for a density: at least one of `size` entries, unless there are none."""
     return min(size, max(1, math.floor(size * density)))
 
 
@@ -38,19 +38,25 @@ def hard_cap(k: int) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The outcome of a local selection; when not finite, nothing may be sent and nothing kept."""
+    """The result of a local selection.
+
+    Attributes:
+        vector: The selected entries.
+        threshold: Magnitude from which on entries were selected.
+        finite: False if the accumulator has a non-finite number; the step must then be skipped.
+        exact: The threshold was evaluated over all entries: these are the top k.
+    """
 
     vector: SparseVector
     threshold: float
     finite: bool = True
     exact: bool = False
-    """The threshold was evaluated over all entries: these are the top k."""
 
 
 def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
-    """Exactly the k entries of largest magnitude (fewer if fewer are non-zero); the lowest index wins a tie.
+    """Select exactly the k entries of largest magnitude, fewer if fewer are non-zero. The lowest index wins a tie.
 
-    `picked` is what an earlier pass found: if it has all of the top k, no further pass is needed.
+    `picked` is the result of an earlier pass. If it contains the top k, no further pass is needed.
     """
     if not picked.finite:
         return Chosen(SparseVector.empty(acc.size, acc.device), 0.0, finite=False)
@@ -61,11 +67,11 @@ def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
         return Chosen(top, float(top.values.abs().min()), exact=True)
     threshold = max(SMALLEST, acc.kth_magnitude(k))
     picked = acc.select(threshold, k)
-    vector = acc.vector(picked) if picked.complete else _cut_ties(acc, k, threshold)
+    vector = acc.vector(picked) if picked.complete else _select_with_ties(acc, k, threshold)
     return Chosen(vector, threshold, exact=True)
 
 
-def _cut_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
+def _select_with_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
     next_up = torch.nextafter(torch.tensor(threshold), torch.tensor(math.inf)).item()
     larger = acc.select(next_up, k)
     ties = acc.first_equal(threshold, k - larger.count)
@@ -75,10 +81,10 @@ def _cut_ties(acc: Accumulator, k: int, threshold: float) -> SparseVector:
 
 @dataclass(frozen=True)
 class Tracker:
-    """The threshold of the last step and what it led to; the next one follows from it.
+    """Predicts the next threshold from the last one and the count it gave.
 
-    In log space, because thresholds move over orders of magnitude: near the threshold the count falls like
-    threshold^-slope, so that a count off by a factor f is mended by f^(1/slope).
+    Works in log space, because thresholds move over orders of magnitude: near the threshold the count falls like
+    threshold^-slope, so a factor f^(1/slope) corrects a count that is off by a factor f.
     """
 
     threshold: float
@@ -87,7 +93,7 @@ class Tracker:
     age: int = 0
 
     def threshold_for(self, k: float) -> float:
-        """Where about k entries should be found on the next step."""
+        """The threshold that should select about k entries on the next step."""
         if self.count == 0:
             return self.threshold
         correction: float = (self.count / k) ** (1.0 / self.slope)
@@ -97,7 +103,10 @@ class Tracker:
         return replace(self, threshold=threshold, count=count, age=0 if exact else self.age + 1)
 
     def with_slope(self, count: int, above: int) -> Tracker:
-        """Half new, half old: -d log(count) / d log(threshold), from the count at SLOPE_STEP times it."""
+        """Average the slope with the new estimate of -d log(count) / d log(threshold).
+
+        `above` is the count at SLOPE_STEP times the threshold.
+        """
         if count < 32 or above == 0:
             return self
         measured = math.log(count / above) / math.log(SLOPE_STEP)
@@ -109,7 +118,7 @@ def in_band(count: int, k: int) -> bool:
 
 
 def nearest_edge(counts: Sequence[int], k: int) -> tuple[int, int]:
-    """Of a histogram of magnitudes, the bin from which on upwards about k entries lie, and their number.
+    """The bin of a histogram from which on upwards about k entries lie, and their number.
 
     >>> nearest_edge([5, 4, 3, 2], 6)  # from bin 2 on there are 5, from bin 1 on 9
     (2, 5)
@@ -121,21 +130,23 @@ def nearest_edge(counts: Sequence[int], k: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TrackedSelection:
-    """Local selection of Ok-Topk: one pass with a tracked threshold, and a look at the few it finds.
+    """Local selection of Ok-Topk: one pass with a tracked threshold, refined among the entries it finds.
 
-    The pass aims MARGIN too low. Among what it finds, a histogram tells where the threshold should have been,
-    so that the count is right even when all gradients grow or shrink by some percent from step to step. Every
-    `exact_every` steps, and at once when the count leaves the band, the top k are determined exactly.
+    The pass aims MARGIN too low. A histogram of what it finds gives the right threshold, even when all gradients
+    grow or shrink by some percent from step to step. Every `exact_every` steps, and whenever the count leaves the
+    band, the top k are selected exactly.
     """
 
     exact_every: int
 
     def select(self, acc: Accumulator, k: int, tracker: Tracker | None) -> tuple[Chosen, Tracker]:
-        """What was chosen, and the tracker for the next step."""
+        """Select about k entries. Also returns the tracker for the next step."""
         due = tracker is None or tracker.age + 1 >= self.exact_every or k == acc.size
         low = math.inf if tracker is None else max(SMALLEST, tracker.threshold_for(MARGIN * k))
         picked = acc.select(low, ROOM * k)
-        if ROOM * k < picked.count <= MORE * k:  # gradients have grown: still cheaper than to search all of them
+        if (
+            ROOM * k < picked.count <= MORE * k
+        ):  # gradients grew: a second pass is still cheaper than an exact search
             picked = acc.select(low, picked.count)
         tracker = (tracker or Tracker(low, 0)).with_slope(picked.count, picked.above)
         if picked.finite and picked.complete and not due:
@@ -148,19 +159,19 @@ class TrackedSelection:
 
     @staticmethod
     def _refine(acc: Accumulator, picked: Picked, low: float, k: int) -> float:
-        """The bin edge, not below low, that leaves about k of what was picked."""
+        """The bin edge, not below low, that keeps about k of the picked entries."""
         first = bin_of(low) + 1
         best, count = nearest_edge(acc.kernels.magnitude_histogram(picked.values, first, 2 * BINS), k)
         return low if abs(picked.count - k) <= abs(count - k) else bin_edge(first + best)
 
 
 def select_exact(acc: Accumulator, k: int, last: float | None) -> Chosen:
-    """Exact top-k; the threshold of the last step, if known, tells where to look first."""
+    """Select exactly the top k. The threshold of the last step, if known, saves a search."""
     return exact_top_k(acc, k, acc.select(math.inf if last is None else max(SMALLEST, 0.9 * last), 2 * k))
 
 
 def select_gaussian(acc: Accumulator, k: int, rounds: int = 8) -> Chosen:
-    """Threshold from a normal fit to |acc|, refined by counting until 2k/3 to 4k/3 entries are above it."""
+    """Select by a threshold from a normal fit to |acc|, refined by counting until 2k/3 to 4k/3 are above it."""
     low, high = math.ceil(2 * k / 3), max(k, math.floor(4 * k / 3))
     first = acc.select(math.inf, 0)
     if not first.finite or k == acc.size:

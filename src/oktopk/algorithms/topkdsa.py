@@ -1,4 +1,4 @@
-"""TopkDSA: SparCML's split allgather, dense where the sums fill in."""
+"""TopkDSA: SparCML's split all-gather, dense where the sums fill in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..feedback.accumulator import Accumulator
 from ..kernels import index_dtype
-from ..wire import message as wire
+from ..wire.message import max_region_bytes
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
@@ -20,8 +20,8 @@ from .selection import select_exact
 class TopkDSA(Algorithm):
     """Exact local top-k; equal regions; sparse reduce-scatter; then all sums are gathered.
 
-    Each owner sends its sums as (index, value) while that is smaller than its whole region, and the whole
-    region otherwise. Words sent per rank: 4k(P-1)/P if the ranks agree on what is large, up to
+    Each owner sends its sums as (index, value) pairs while that is smaller than its region, and the whole region
+    otherwise. Words sent per rank: 4k(P-1)/P if the ranks agree on what is large, up to
     (2k + n)(P-1)/P if they do not. Messages: P - 1 + ceil(log2 P). Everything sent leaves the residual.
     """
 
@@ -37,8 +37,8 @@ class TopkDSA(Algorithm):
 
         start, stop = edges[comm.rank], edges[comm.rank + 1]
         if 2 * len(sums) >= stop - start:
-            sums = _filled(sums, start, stop)
-        capacity = wire.region_capacity(edges[1] - edges[0], comm.values)
+            sums = _store_zeros(sums, start, stop)
+        capacity = max_region_bytes(edges[1] - edges[0], comm.values)
         parts = comm.all_gather(sums, capacity, edges)
         if comm.nonfinite:
             return skip(state)
@@ -52,8 +52,8 @@ class TopkDSA(Algorithm):
         )
 
 
-def _filled(sums: SparseVector, start: int, stop: int) -> SparseVector:
-    """The same with every entry of the region written out."""
+def _store_zeros(sums: SparseVector, start: int, stop: int) -> SparseVector:
+    """The same vector with every entry of the region stored, zeros included."""
     values = torch.zeros(stop - start, device=sums.values.device)
     values[sums.indices.long() - start] = sums.values
     indices = torch.arange(start, stop, dtype=index_dtype(sums.size), device=values.device)

@@ -1,4 +1,4 @@
-"""Words of four bytes that a rank sends in a step, by formula: n entries, of which k are sent."""
+"""Volume formulas: words of four bytes that a rank sends in a step, for n entries of which it sends k."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ WORD_BYTES = 4
 
 
 def ring_words(size: float, world: int) -> float:
-    """2n(P-1)/P: a dense sum by a ring, which is optimal for dense vectors.
+    """2n(P-1)/P: the ring all-reduce, which is optimal for dense vectors.
 
     >>> ring_words(1000, 4)
     1500.0
@@ -15,7 +15,7 @@ def ring_words(size: float, world: int) -> float:
 
 
 def least_words(count: float, world: int) -> float:
-    """2k(P-1)/P: no exchange of k plain indices and values goes below it.
+    """2k(P-1)/P: the lower bound for an exchange of k plain indices and values.
 
     >>> least_words(10, 5)
     16.0
@@ -24,7 +24,7 @@ def least_words(count: float, world: int) -> float:
 
 
 def oktopk_words(count: float, world: int) -> float:
-    """6k(P-1)/P: Ok-Topk needs no more, on average.
+    """6k(P-1)/P: the upper bound of Ok-Topk, on average.
 
     >>> oktopk_words(10, 5)
     48.0

@@ -1,4 +1,4 @@
-"""The residual and the gradient of one bucket in one step, and how a step is taken back."""
+"""Error feedback in one step of one bucket: add the residual, keep what is not sent, commit or roll back."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ _BINS = bin_of(math.inf) + 1
 
 
 class Accumulator:
-    """acc = residual + gradient, formed in the residual's memory by the first pass that looks at it.
+    """acc = residual + gradient, computed in the residual's memory by the first pass over it.
 
-    Until the step is agreed on, `work` (which came in as the gradient) keeps the old residual, so that a step
-    can be taken back to the bit; afterwards it holds the result. Without a residual, acc is the gradient.
+    `work` holds the gradient at first. That pass moves the old residual into it, so that rollback() can restore
+    the residual to the bit. After write_mean() or write_dense_mean(), `work` holds the result. Without a residual,
+    acc is the gradient.
+
+    Attributes:
+        work: Memory of the gradient, then of the result.
+        residual: The residual of the bucket, updated in place; None for no error feedback.
+        absorbs: The next pass still has to add the gradient.
     """
 
     def __init__(self, work: Tensor, residual: Tensor | None) -> None:
         self.work = work
         self.residual = residual
         self.kernels = backend(work)
+        self._works = [work]
+        self._residuals = [] if residual is None else [residual]
         self.absorbs = residual is not None
-        """The next pass has to add the gradient."""
 
     @property
     def size(self) -> int:
@@ -41,22 +48,22 @@ class Accumulator:
 
     @property
     def values(self) -> Tensor:
-        """acc itself, after the first pass."""
+        """acc as one tensor."""
         if self.absorbs:
             self.select(math.inf, 0)
         return self.work if self.residual is None else self.residual
 
     def pieces(self) -> list[Tensor]:
-        """acc as it lies in memory."""
+        """acc as the tensors that hold it."""
         return [self.values]
 
-    # What selections ask.
+    # Selection.
 
     def select(self, threshold: float, capacity: int) -> Picked:
-        """Entries with |acc| >= threshold. The first call adds the gradient in the same pass over memory."""
+        """Select the entries with |acc| >= threshold. The first call adds the gradient in the same pass."""
         if self.residual is None or not self.absorbs:
             return self.kernels.select(self.values, threshold, capacity)
-        picked = self.kernels.accumulate_select_pieces([self.residual], [self.work], threshold, capacity)
+        picked = self.kernels.accumulate_select_pieces(self._residuals, self._works, threshold, capacity)
         self.absorbs = False
         return picked
 
@@ -79,52 +86,50 @@ class Accumulator:
 
     # The end of a step.
 
-    def cut(self, vector: SparseVector) -> list[SparseVector]:
-        """A vector of this size, by the pieces of memory it belongs to."""
+    def split_by_piece(self, vector: SparseVector) -> list[SparseVector]:
+        """Split a vector of this size into one part for each piece of memory."""
         return [vector]
 
     def release(self, leaving: Iterable[SparseVector]) -> None:
-        """Take from the residual what has left this rank."""
-        if self.residual is not None:
+        """Subtract from the residual what this rank has sent."""
+        if self._residuals:
             for part in leaving:
-                self.kernels.scatter_add_pieces_([self.residual], part.indices, part.values, -1.0)
+                self.kernels.scatter_add_pieces_(self._residuals, part.indices, part.values, -1.0)
 
-    def finish(self, parts: Iterable[SparseVector], world: int) -> int:
-        """Put the sum of the parts over the number of ranks into `work`; returns the number of non-zeros."""
-        return self._finish([self.work], parts, world)
-
-    def _finish(self, works: Sequence[Tensor], parts: Iterable[SparseVector], world: int) -> int:
+    def write_mean(self, parts: Iterable[SparseVector], world: int) -> int:
+        """Write the sum of the parts, divided by `world`, to `work`. Returns the number of non-zeros."""
         first, *rest = list(parts) or [SparseVector.empty(self.size, self.device)]
-        exact = world & (world - 1) == 0  # then a product is the same number as the quotient, and costs less
+        exact = world & (world - 1) == 0  # multiplying by 1 / world then gives the same bits, and is faster
 
         def share(part: SparseVector) -> tuple[Tensor, Tensor, float]:
             return (part.indices, part.values, 1 / world) if exact else (part.indices, part.values / world, 1.0)
 
-        found = self.kernels.assign_pieces_(works, *share(first))
-        return found + sum(self.kernels.scatter_add_pieces_(works, *share(part)) for part in rest)
+        found = self.kernels.assign_pieces_(self._works, *share(first))
+        return found + sum(self.kernels.scatter_add_pieces_(self._works, *share(part)) for part in rest)
 
     def write_dense_mean(self, mean: Tensor) -> None:
-        """Everything went out: the result is `mean` and nothing is left behind."""
+        """Write the mean of a dense all-reduce to `work` and clear the residual: everything was sent."""
         if mean is not self.work:
             self.work.copy_(mean)
         if self.residual is not None:
             self.residual.zero_()
 
     def rollback(self) -> None:
-        """As if the step had not been: the old residual, and a result of zeros."""
+        """Undo the step: restore the residual and write zeros to `work`."""
         if self.residual is not None and not self.absorbs:
             self.residual.copy_(self.work)
         self.work.zero_()
 
 
 class FusedAccumulator(Accumulator):
-    """Accumulators end to end. Algorithms see one vector; its memory stays where it is."""
+    """Several buckets as one vector. Each bucket keeps its own memory; nothing is copied."""
 
     def __init__(self, members: Sequence[Accumulator]) -> None:
         self.members = members
         self.kernels = members[0].kernels
         self.edges = [0, *accumulate(member.size for member in members)]
         self._works = [member.work for member in members]
+        self._residuals = [member.residual for member in members if member.residual is not None]
 
     @property
     def size(self) -> int:
@@ -136,7 +141,7 @@ class FusedAccumulator(Accumulator):
 
     @property
     def values(self) -> Tensor:
-        """A copy: algorithms that can do without ask for the pieces."""
+        """A copy; pieces() gives acc without one."""
         return torch.cat(self.pieces())
 
     def pieces(self) -> list[Tensor]:
@@ -155,18 +160,18 @@ class FusedAccumulator(Accumulator):
 
     def at(self, indices: Tensor) -> Tensor:
         asked = SparseVector(indices, torch.empty(indices.numel(), device=indices.device), self.size)
-        parts = zip(self.members, self.cut(asked), strict=True)
+        parts = zip(self.members, self.split_by_piece(asked), strict=True)
         return torch.cat([member.at(part.indices) for member, part in parts])
 
     def kth_magnitude(self, k: int) -> float:
-        """From a histogram of all magnitudes: what lies in or above the bin of the k-th is looked at once more.
+        """Find the bin of the k-th largest magnitude by a histogram, then search the entries in or above that bin.
 
-        Exact unless it is below the smallest normal number.
+        The result is exact unless it is below the smallest normal number.
         """
         histograms = np.array([self.kernels.magnitude_histogram(piece, 0, _BINS) for piece in self.pieces()])
         at_least = np.cumsum(histograms.sum(0)[::-1])[::-1]
         best = int(np.flatnonzero(at_least >= k)[-1])
-        if best < bin_of(SMALLEST):  # next to nothing: no need to look at all of it again
+        if best < bin_of(SMALLEST):  # below the smallest normal number: not worth a second pass
             return bin_edge(best)
         picked = self.select(bin_edge(best), int(at_least[best]))
         return self.kernels.kth_magnitude(picked.values, k)
@@ -179,27 +184,18 @@ class FusedAccumulator(Accumulator):
         return torch.cat(found)
 
     def moments(self) -> tuple[float, float]:
-        """Of the whole, from those of its members: means of |acc| and of its square add up."""
+        """Combine the members' moments: the means of |acc| and of its square add up."""
         found = [(member.size / self.size, *member.moments()) for member in self.members]
         mean = sum(share * one for share, one, _ in found)
         square = sum(share * (deviation**2 + one**2) for share, one, deviation in found)
         return mean, max(0.0, square - mean * mean) ** 0.5
 
-    def cut(self, vector: SparseVector) -> list[SparseVector]:
+    def split_by_piece(self, vector: SparseVector) -> list[SparseVector]:
         parts = vector.split(self.edges)
         return [
             SparseVector((part.indices - edge).to(index_dtype(member.size)), part.values, member.size)
             for part, edge, member in zip(parts, self.edges, self.members, strict=False)
         ]
-
-    def release(self, leaving: Iterable[SparseVector]) -> None:
-        residuals = [member.residual for member in self.members if member.residual is not None]
-        if residuals:
-            for part in leaving:
-                self.kernels.scatter_add_pieces_(residuals, part.indices, part.values, -1.0)
-
-    def finish(self, parts: Iterable[SparseVector], world: int) -> int:
-        return self._finish(self._works, parts, world)
 
     def write_dense_mean(self, mean: Tensor) -> None:
         for member, (start, stop) in zip(self.members, pairwise(self.edges), strict=True):
@@ -211,11 +207,11 @@ class FusedAccumulator(Accumulator):
 
 
 def fuse(members: Sequence[Accumulator]) -> Accumulator:
-    """One accumulator out of several."""
+    """Present several accumulators as one."""
     return members[0] if len(members) == 1 else FusedAccumulator(members)
 
 
-def narrowed(mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a narrower type, never infinite."""
+def narrow(mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert to a narrower dtype. Values beyond its range saturate and never become infinite."""
     largest = torch.finfo(dtype).max
     return mean.clamp(-largest, largest).to(dtype)

@@ -1,4 +1,4 @@
-"""Names to places: which parameters make a bucket, and where each of them lies in it."""
+"""Buckets: which parameters share one, and where each of them lies in its flat vector."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 DEFAULT_BUCKET_MB = 25.0
 BucketPlan = str | float | Sequence[Sequence[str]]
-"""How to make buckets: "model" (one of everything), a size in MB, or the names in each bucket."""
+"""How to form buckets: "model" (one bucket), a size in MB, or the parameter names of each bucket."""
 
 
 @dataclass(frozen=True)
@@ -23,36 +22,25 @@ class Bucket:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """A step looks up each of its buckets many times."""
-        return hash((self.names, self.sizes))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Bucket, (self.names, self.sizes)  # in another process strings have other hashes
-
     @cached_property
     def size(self) -> int:
         return sum(self.sizes)
 
     @cached_property
     def places(self) -> dict[str, slice]:
-        """Where each parameter lies in the flat vector."""
+        """The slice of the flat vector that each parameter takes."""
         stops = list(accumulate(self.sizes))
         starts = [0, *stops[:-1]]
         return {name: slice(start, stop) for name, start, stop in zip(self.names, starts, stops, strict=True)}
 
     @cached_property
     def filled(self) -> list[slice]:
-        """The places that have entries."""
+        """The places that are not empty."""
         return [place for place in self.places.values() if place.stop > place.start]
 
     @cached_property
     def starts(self) -> Tensor:
-        """The first entries of those."""
+        """The first index of each place in `filled`."""
         return torch.tensor([place.start for place in self.filled], dtype=torch.int64)
 
     def __str__(self) -> str:
@@ -63,47 +51,47 @@ class Bucket:
 def make_buckets(
     sizes: Mapping[str, int], plan: BucketPlan = DEFAULT_BUCKET_MB, kinds: Mapping[str, Hashable] | None = None
 ) -> tuple[Bucket, ...]:
-    """Buckets for parameters in the order of the model.
+    """Form buckets from parameters in model order.
 
-    By size they are filled from the last parameter to the first, as backward delivers gradients. Parameters of
-    different kinds (types, devices) are never in one bucket.
+    Buckets of a given size are filled from the last parameter to the first, the order in which backward computes
+    gradients. Parameters of different kinds (dtype, device) never share a bucket.
 
     >>> [bucket.names for bucket in make_buckets({"a": 100, "b": 200, "c": 300}, plan=0.002)]
     [('c', 'b'), ('a',)]
     """
     if not sizes:
-        raise ValueError("there are no parameters that require a gradient")
+        raise ValueError("no parameter requires a gradient")
     kind_of = kinds or dict.fromkeys(sizes)
     return tuple(
         Bucket(tuple(names), tuple(sizes[name] for name in names))
-        for together in _planned(sizes, plan)
-        for names in _by_kind(together, kind_of)
+        for together in _plan_names(sizes, plan)
+        for names in _split_by_kind(together, kind_of)
     )
 
 
-def _by_kind(names: Sequence[str], kind_of: Mapping[str, Hashable]) -> list[list[str]]:
+def _split_by_kind(names: Sequence[str], kind_of: Mapping[str, Hashable]) -> list[list[str]]:
     apart: dict[Hashable, list[str]] = {}
     for name in names:
         apart.setdefault(kind_of[name], []).append(name)
     return list(apart.values())
 
 
-def _planned(sizes: Mapping[str, int], plan: BucketPlan) -> Iterable[Sequence[str]]:
-    """The names that are to be together."""
+def _plan_names(sizes: Mapping[str, int], plan: BucketPlan) -> Iterable[Sequence[str]]:
+    """The names of each bucket."""
     if plan == "model":
         return [list(sizes)]
     if isinstance(plan, (int, float)) and not isinstance(plan, bool) and plan > 0:
-        return _fill(sizes, int(plan * 2**20))
+        return _fill_buckets(sizes, int(plan * 2**20))
     if isinstance(plan, str) or not isinstance(plan, Sequence):
         raise ValueError(f'buckets must be "model", a size in MB or lists of names, got {plan!r}')
     named = [name for names in plan for name in names]
     if sorted(named) != sorted(sizes):
         wrong = sorted(set(named) ^ set(sizes)) or sorted({name for name in named if named.count(name) > 1})
-        raise ValueError(f"buckets must have every parameter once; look at {', '.join(wrong[:5])}")
+        raise ValueError(f"buckets must contain every parameter exactly once; check {', '.join(wrong[:5])}")
     return plan
 
 
-def _fill(sizes: Mapping[str, int], cap_bytes: int) -> Iterator[list[str]]:
+def _fill_buckets(sizes: Mapping[str, int], cap_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     held = 0
     for name in reversed(list(sizes)):
@@ -115,33 +103,22 @@ def _fill(sizes: Mapping[str, int], cap_bytes: int) -> Iterator[list[str]]:
     yield names
 
 
-def cut(bucket: Bucket, cap_bytes: int) -> list[tuple[Bucket, slice]]:
-    """Smaller buckets of the parameters that are neighbours in this one, and where they lie; the last come first.
-
-    >>> [(piece.names, place) for piece, place in cut(Bucket(("a", "b", "c"), (100, 200, 300)), 2000)]
-    [(('b', 'c'), slice(100, 600, None)), (('a',), slice(0, 100, None))]
-    """
-    sizes, pieces = dict(zip(bucket.names, bucket.sizes, strict=True)), []
-    for names in _fill(sizes, cap_bytes):
-        piece = Bucket(tuple(reversed(names)), tuple(sizes[name] for name in reversed(names)))
-        pieces.append((piece, slice(bucket.places[names[-1]].start, bucket.places[names[0]].stop)))
-    return pieces
-
-
-def gather(bucket: Bucket, grads: Mapping[str, Tensor | None], flat: Tensor) -> None:
-    """Lay the gradients into the flat vector; one that is missing counts as zeros."""
+def flatten(bucket: Bucket, grads: Mapping[str, Tensor | None], flat: Tensor) -> None:
+    """Copy the gradients into the flat vector. A missing gradient counts as zeros."""
     for name, place in bucket.places.items():
         grad = grads.get(name)
         if grad is None:
             flat[place].zero_()
         elif grad.layout is not torch.strided:
-            raise ValueError(f"{name} has a sparse gradient: use sparse=False in its layer, or call to_dense()")
+            raise ValueError(
+                f"unsupported sparse gradient in {name}: use sparse=False in its layer, or call to_dense()"
+            )
         else:
             flat[place].view(grad.shape).copy_(grad)
 
 
-def scatter(bucket: Bucket, flat: Tensor, grads: Mapping[str, Tensor | None]) -> None:
-    """Copy the flat vector back into those gradients that there are."""
+def unflatten(bucket: Bucket, flat: Tensor, grads: Mapping[str, Tensor | None]) -> None:
+    """Copy the flat vector back into the gradients that exist."""
     for name, place in bucket.places.items():
         grad = grads.get(name)
         if grad is not None:
@@ -149,19 +126,16 @@ def scatter(bucket: Bucket, flat: Tensor, grads: Mapping[str, Tensor | None]) ->
 
 
 def layout_mismatch(saved: Iterable[Bucket], now: Mapping[str, int]) -> str | None:
-    """Why a saved layout does not fit these parameters; None if it does."""
+    """Say why saved buckets do not match these parameters (name to size); None if they do."""
     before = dict(pair for bucket in saved for pair in zip(bucket.names, bucket.sizes, strict=True))
-    missing = [name for name in before if name not in now]
-    unknown = [name for name in now if name not in before]
-    resized = [name for name, size in before.items() if now.get(name, size) != size]
-    if not (missing or unknown or resized):
-        return None
-    parts = []
-    for title, names in (
-        ("only in the checkpoint", missing),
-        ("only in the model", unknown),
-        ("of another size", resized),
-    ):
-        if names:
-            parts.append(f"{title}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}")
-    return "the checkpoint belongs to another model; " + "; ".join(parts)
+    differences = {
+        "only in the checkpoint": [name for name in before if name not in now],
+        "only in the model": [name for name in now if name not in before],
+        "size mismatch": [name for name, size in before.items() if now.get(name, size) != size],
+    }
+    parts = [
+        f"{title}: {', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+        for title, names in differences.items()
+        if names
+    ]
+    return f"checkpoint does not match the model: {'; '.join(parts)}" if parts else None

@@ -1,4 +1,4 @@
-"""Momentum correction: what is accumulated is not the gradient but a velocity of this rank's own."""
+"""Momentum correction: each rank accumulates its own velocity instead of the gradient."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from .residuals import ResidualStore
 
 
 class MomentumStore(ResidualStore):
-    """The velocity of every bucket; none if there is no momentum."""
+    """The velocity of every bucket.
+
+    Args:
+        momentum: Decay of the velocity per step; 0 turns momentum correction off, and nothing is stored.
+    """
 
     def __init__(self, momentum: float) -> None:
         super().__init__()
         self.momentum = momentum
 
-    def next(self, bucket: Bucket, work: Tensor, idle: Sequence[slice]) -> Tensor | None:
-        """The velocity after this step, which `work` holds then; it is kept only if the step is not lost."""
+    def advance(self, bucket: Bucket, work: Tensor, idle: Sequence[slice]) -> Tensor | None:
+        """Compute the velocity after this step and write it to `work`; commit() stores it.
+
+        In the `idle` slices (parameters without a gradient) the velocity does not change and `work` is zero.
+        """
         if not self.momentum:
             return None
         last = self.flat(bucket, work.device)
@@ -31,10 +38,13 @@ class MomentumStore(ResidualStore):
             work[place] = 0.0
         return velocity
 
-    def keep(
+    def commit(
         self, bucket: Bucket, velocity: Tensor | None, leaving: Sequence[SparseVector]
     ) -> tuple[Tensor, Tensor] | None:
-        """Factor masking: the velocity of an entry that has left starts anew. Returns where, and what it was."""
+        """Store the velocity, zero where an entry was sent (factor masking).
+
+        Returns the masked indices and their velocities, so that a rollback can restore them.
+        """
         if velocity is None:
             return None
         kept = self.flat(bucket)

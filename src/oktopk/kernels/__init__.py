@@ -1,6 +1,6 @@
-"""Compute kernels, chosen by device: `reference` is torch and runs anywhere, `cpu` is Numba, `cuda` is Triton.
+"""Compute kernels by device: `reference` (torch, any device), `cpu` (Numba) and `cuda` (Triton).
 
-All of them take 1-D contiguous float32 tensors; what they compute is defined by `reference`.
+All kernels take 1-D contiguous float32 tensors. `reference` defines what they compute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class Backend(Protocol):
     def select(self, x: Tensor, threshold: float, capacity: int) -> Picked: ...
     def first_equal(self, x: Tensor, magnitude: float, limit: int) -> Tensor: ...
     def kth_magnitude(self, x: Tensor, k: int) -> float: ...
-    def sampled_threshold(self, x: Tensor, k: int, margin: float = ...) -> float: ...
     def magnitude_histogram(self, x: Tensor, first: int, bins: int) -> list[int]: ...
     def filter_at_least(self, indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
     def magnitude_moments(self, x: Tensor) -> tuple[float, float]: ...
@@ -47,7 +46,7 @@ class Backend(Protocol):
 try:
     from . import cpu
     from .cpu import coding as codes
-except ImportError:  # Numba has no build for this platform: the torch kernels and NumPy codes do the same, slower
+except ImportError:  # no Numba on this platform: torch and NumPy do the same, slower
     codes = coding  # type: ignore[misc]
     _cpu: Backend = reference
 else:
@@ -56,14 +55,14 @@ else:
 
 @cache
 def backend_for(device_type: str) -> Backend:
-    """The kernels for a type of device. Triton is imported when there is a tensor for it, not before."""
+    """The kernels for a device type. Triton is imported on first use."""
     if device_type == "cpu":
         return _cpu
     if device_type != "cuda":
         return reference
     try:
         from . import cuda
-    except ImportError:  # torch has brought no Triton: the torch kernels do the same, with more memory and waiting
+    except ImportError:  # no Triton: the torch kernels do the same with more memory and synchronisation
         return reference
     return cuda
 

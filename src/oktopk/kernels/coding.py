@@ -1,9 +1,8 @@
-"""Index codes, whole bodies and the checksum in plain NumPy: the definition of the byte streams.
+"""Index codes, message bodies and the checksum in NumPy: the definition of the byte streams.
 
-`coding_cpu` is the same, compiled; the codes of values are in `values`. Index codes take strictly increasing
-offsets 0 <= x[0] < x[1] < … < span from `base`. Their decoders trust nothing: they return False for a stream
-that is too short, too long, not increasing, or leaves the span. Streams are uint8 arrays that start at a
-multiple of 8 bytes.
+`cpu.coding` has the same codes compiled; `values` has the codes of values. Index codes take strictly increasing
+offsets 0 <= x[0] < x[1] < … < span from `base`. Decoders do not trust their input: they return False for a stream
+that is too short, too long, not increasing, or beyond the span. Streams are uint8 arrays aligned to 8 bytes.
 """
 
 from __future__ import annotations
@@ -13,22 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from .types import elias_fano_words, padded
 from .values import VALUE_WIDTHS, Array, read_values, write_values
 
 
 class IndexCode(IntEnum):
-    """How the indices of a message are written."""
+    """How the indices of a message are encoded."""
 
     RAW32 = 0
     RAW64 = 1
     DELTA8 = 2
     DELTA16 = 3
     ELIAS_FANO = 4
-    FULL = 5  # every index of the region: nothing to write
+    FULL = 5  # every index of the region is present: nothing to write
 
 
 def write_indices(indices: Array, code: int, low: int, start: int, span: int, out: Array) -> None:
-    """Write indices of the region [start, start + span) in the given code; out has just the room for it."""
+    """Encode indices of the region [start, start + span) into out, which has exactly the size of the code."""
     if code == IndexCode.ELIAS_FANO:
         elias_fano_encode(indices, start, span, low, out)
     elif code == IndexCode.DELTA8 or code == IndexCode.DELTA16:
@@ -39,7 +39,7 @@ def write_indices(indices: Array, code: int, low: int, start: int, span: int, ou
 
 
 def read_indices(stream: Array, code: int, low: int, start: int, span: int, out: Array) -> bool:
-    """Fill out; False if the stream is not a strictly increasing sequence of its length in the region."""
+    """Decode into out. False if the stream is not a strictly increasing sequence of that length in the region."""
     if code == IndexCode.ELIAS_FANO:
         return elias_fano_decode(stream, out.size, low, start, span, out)
     if code == IndexCode.DELTA8 or code == IndexCode.DELTA16:
@@ -54,16 +54,11 @@ def read_indices(stream: Array, code: int, low: int, start: int, span: int, out:
     return True
 
 
-def padded(size: int) -> int:
-    """Rounded up to a multiple of 8."""
-    return (size + 7) // 8 * 8
-
-
 def write_body(
     body: Array, index_code: int, index_bytes: int, low: int, start: int, span: int, indices: Array,
     value_code: int, values: Array, decoded: Array,
 ) -> float:  # fmt: skip
-    """Coded indices and values, each padded with zeros to 8 bytes, fill the body; returns the values' scale."""
+    """Encode indices and values, each padded with zeros to 8 bytes. Returns the scale of the values."""
     values_at = padded(index_bytes)
     values_end = values_at + VALUE_WIDTHS[value_code] * indices.size
     body[index_bytes:values_at] = 0
@@ -76,7 +71,7 @@ def read_body(
     body: Array, index_code: int, index_bytes: int, low: int, start: int, span: int, indices: Array,
     value_code: int, scale: float, values: Array,
 ) -> bool:  # fmt: skip
-    """Fill indices and values from a body of the right size; False if the indices are not in order or range."""
+    """Decode a body of the right size. False if the indices are out of order or out of range."""
     values_at = padded(index_bytes)
     values_end = values_at + VALUE_WIDTHS[value_code] * indices.size
     if not read_indices(body[:index_bytes], index_code, low, start, span, indices):
@@ -86,24 +81,24 @@ def read_body(
 
 
 def gaps(indices: Array, base: int) -> Array:
-    """The distance of each index from the one before, less one; from base - 1 for the first."""
+    """The distance of each index from the one before (the first: from base - 1), minus one."""
     offsets = indices.astype(np.int64) - base
     return np.diff(offsets, prepend=-1) - 1
 
 
 def escapes(indices: Array, base: int) -> tuple[int, int]:
-    """How many gaps do not fit one byte, and two bytes."""
+    """Count the gaps that do not fit one byte, and those that do not fit two."""
     g = gaps(indices, base)
     return int((g >= 0xFF).sum()), int((g >= 0xFFFF).sum())
 
 
 def _cell(width: int) -> tuple[np.dtype[Any], int, int]:
-    """Type of a cell of `width` bytes, its escape value, and how many cells hold an escaped 32-bit gap."""
+    """The dtype of a cell of `width` bytes, its escape value, and the cells that an escaped 32-bit gap takes."""
     return np.dtype(f"<u{width}"), (1 << 8 * width) - 1, 4 // width
 
 
 def delta_encode(indices: Array, base: int, width: int, out: Array) -> int:
-    """Gaps as cells of `width` bytes; a larger gap is the escape value and then four bytes.
+    """Encode gaps as cells of `width` bytes. A larger gap is the escape value followed by four bytes.
 
     Returns the number of bytes written to out (uint8).
     """
@@ -145,18 +140,8 @@ def delta_decode(stream: Array, count: int, width: int, base: int, span: int, ou
     return at == cells.size
 
 
-def elias_fano_words(count: int, span: int, low: int) -> tuple[int, int]:
-    """64-bit words of the two streams: `low` bits of each offset; then one bit per entry and per high part."""
-    return (count * low + 63) // 64, (count + (span >> low) + 1 + 63) // 64
-
-
-def elias_fano_bytes(count: int, span: int, low: int) -> int:
-    low_words, high_words = elias_fano_words(count, span, low)
-    return 8 * (low_words + high_words)
-
-
 def elias_fano_encode(indices: Array, base: int, span: int, low: int, out: Array) -> int:
-    """Low bits packed; the high parts in unary: entry j sets bit (offset >> low) + j."""
+    """Pack the low bits, and encode the high parts in unary: entry j sets bit (offset >> low) + j."""
     offsets = (indices.astype(np.int64) - base).astype(np.uint64)
     count = offsets.size
     low_words, high_words = elias_fano_words(count, span, low)
@@ -201,9 +186,9 @@ PRIME = 0x9E3779B97F4A7C15
 
 
 def checksum(words: Array, seed: int) -> int:
-    """64 bits over 64-bit words: 16 interleaved multiply-xor lanes, folded at the end.
+    """A 64-bit checksum of 64-bit words: 16 interleaved multiply-xor lanes, folded at the end.
 
-    Each lane is a bijection of each of its words, so that no change confined to one word goes unseen.
+    Each lane is a bijection of each of its words, so every change within a single word is detected.
     """
     prime = np.uint64(PRIME)
     lanes = np.arange(LANES, dtype=np.uint64) ^ np.uint64(seed)

@@ -1,6 +1,6 @@
-"""The kernels in plain torch: the definition of what every other backend computes, on any device.
+"""The kernels in torch, for any device: the definition of what every other backend computes.
 
-On CPUs the big loops go in blocks that fit the cache, which is what makes this usable without Numba.
+On CPUs the large loops run in blocks that fit the cache, which makes this fast enough without Numba.
 """
 
 from __future__ import annotations
@@ -13,25 +13,21 @@ import torch
 from torch import Tensor
 
 from .pieces import put_in_turn, select_in_turn
-from .types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, SLOPE_STEP, Picked, index_dtype, sample_positions, sample_rank
+from .types import BIN_BITS, Picked, float32, index_dtype, threshold_pair
 
 _BLOCK = 1 << 18
 
 
 def _blocks(x: Tensor) -> Iterator[tuple[int, int]]:
     step = _BLOCK if x.device.type == "cpu" else max(1, x.numel())
-    for start in range(0, x.numel(), step):
+    for start in range(0, max(1, x.numel()), step):
         yield start, min(start + step, x.numel())
-
-
-def _float32(threshold: float) -> float:
-    return torch.tensor(threshold, dtype=torch.float32).item()
 
 
 def accumulate_select(
     residual: Tensor, grad: Tensor, threshold: float, capacity: int, keep_old: bool = False
 ) -> Picked:
-    """residual += grad, then `select` on it. With keep_old, grad is left holding the old residual."""
+    """Compute residual += grad, then select from it. With keep_old, grad receives the old residual."""
     for start, stop in _blocks(residual):
         old, new = residual[start:stop], grad[start:stop]
         accumulated = old + new
@@ -42,19 +38,17 @@ def accumulate_select(
 
 
 def select(x: Tensor, threshold: float, capacity: int) -> Picked:
-    """The entries with |x| >= threshold in index order, at most the first `capacity` of them."""
-    threshold = _float32(threshold)
-    higher = _float32(_float32(SLOPE_STEP) * threshold)
-    found = [_nonzero(~(x[start:stop].abs() < threshold)) + start for start, stop in _blocks(x)]
-    indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
-    values = x[indices]  # whatever is not finite is among them
+    """Select the first `capacity` entries with |x| >= threshold, in index order."""
+    low, higher = map(float, threshold_pair(threshold))
+    indices = torch.cat([_nonzero(~(x[start:stop].abs() < low)) + start for start, stop in _blocks(x)])
+    values = x[indices]  # non-finite entries are always selected
     above, finite = int((values.abs() >= higher).sum()), bool(values.isfinite().all())
     count, kept = indices.numel(), indices[:capacity]
     return Picked(kept.to(index_dtype(x.numel())), values[:capacity], count, above, finite)
 
 
 def _nonzero(mask: Tensor) -> Tensor:
-    if mask.is_cpu:  # several times faster than torch's
+    if mask.is_cpu:  # several times as fast as torch
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return torch.nonzero(mask).flatten()
 
@@ -63,13 +57,12 @@ def first_equal(x: Tensor, magnitude: float, limit: int) -> Tensor:
     """Indices of the first `limit` entries whose magnitude is exactly `magnitude`."""
     found: list[Tensor] = []
     for start, stop in _blocks(x):
-        if limit <= 0:
-            break
         hits = _nonzero(x[start:stop].abs() == magnitude)[:limit] + start
         limit -= hits.numel()
         found.append(hits)
-    indices = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=x.device)
-    return indices.to(index_dtype(x.numel()))
+        if limit <= 0:
+            break
+    return torch.cat(found).to(index_dtype(x.numel()))
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
@@ -77,25 +70,15 @@ def kth_magnitude(x: Tensor, k: int) -> float:
     return float(x.abs().kthvalue(x.numel() - k + 1).values)
 
 
-def sampled_threshold(x: Tensor, k: int, margin: float = 0.0) -> float:
-    """An estimate of the k-th largest magnitude, `margin` deviations on the low side."""
-    n = x.numel()
-    if n <= 2 * SAMPLE:
-        return kth_magnitude(x, min(n, sample_rank(k, n, n, margin)))
-    starts = torch.from_numpy(sample_positions(n)).to(x.device)
-    sample = x[(starts[:, None] + torch.arange(SAMPLE_BLOCK, device=x.device)).flatten()]
-    return kth_magnitude(sample, sample_rank(k, n, sample.numel(), margin))
-
-
 def magnitude_histogram(x: Tensor, first: int, bins: int) -> list[int]:
-    """How many magnitudes fall into each of the bins first, first + 1, …; the last one has all larger ones too."""
+    """Count the magnitudes in each of the bins first, first + 1, …; the last bin also has all larger ones."""
     at = (x.abs().view(torch.int32) >> BIN_BITS).long() - first
     return torch.bincount(at[at >= 0].clamp_(max=bins - 1), minlength=bins).tolist()
 
 
 def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """The entries of a sparse vector with |value| >= threshold."""
-    chosen = values.abs() >= _float32(threshold)
+    chosen = values.abs() >= float(float32(threshold))
     return indices[chosen], values[chosen]
 
 
@@ -113,13 +96,13 @@ def magnitude_moments(x: Tensor) -> tuple[float, float]:
 
 
 def scale_(x: Tensor, factor: float) -> float:
-    """x *= factor. Returns the largest magnitude of the outcome, a NaN if there is one."""
+    """Compute x *= factor. Returns the largest magnitude of the result, or NaN if there is one."""
     x.mul_(factor)
     return float(torch.linalg.vector_norm(x, torch.inf)) if x.numel() else 0.0
 
 
 def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
-    """out[indices] += values (indices are unique). Returns by how much the number of non-zeros grew."""
+    """Compute out[indices] += values for unique indices. Returns the growth of the number of non-zeros."""
     index = indices.long()
     before = out[index]
     after = before + values
@@ -128,16 +111,16 @@ def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
 
 
 def assign_(out: Tensor, indices: Tensor, values: Tensor) -> int:
-    """out becomes the sparse vector, zero elsewhere. Returns the number of non-zeros."""
+    """Overwrite out with the sparse vector. Returns the number of non-zeros."""
     out.zero_()
     out[indices.long()] = values
     return int(torch.count_nonzero(values))
 
 
 def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:
-    """Sum sparse parts whose indices lie in [base, base + span), in the order they come.
+    """Add sparse parts, at least one, whose indices lie in [base, base + span), in the given order.
 
-    Returns the union of the indices, increasing, and the sums. There is at least one part.
+    Returns the union of the indices, increasing, and the sums.
     """
     region = touched = dtype = None
     for indices, values in parts:
@@ -155,7 +138,7 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
 
 
 def common(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of a sparse vector whose index is also among the others; both increase strictly."""
+    """The entries of a sparse vector whose index is also in `others`. Both have increasing indices."""
     if others.numel() == 0:
         return indices[:0], values[:0]
     position = torch.searchsorted(others, indices).clamp_(max=others.numel() - 1)

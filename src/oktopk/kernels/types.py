@@ -1,37 +1,36 @@
-"""What kernels take and give; shared by every backend."""
+"""Types and constants that all kernels share."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 SLOPE_STEP = 1.05
-"""A selection also counts the entries above SLOPE_STEP times its threshold: the slope of the tail."""
+"""A selection also counts the entries above SLOPE_STEP times its threshold, to measure the slope of the tail."""
 
 SMALLEST = float(np.finfo(np.float32).tiny)
-"""Entries below the smallest normal number are never worth sending; exact zeros are among them."""
+"""Entries below the smallest normal number, zeros included, are never sent."""
 
 BIN_BITS = 15
-"""Magnitudes are binned by their float bits without the lowest BIN_BITS: 256 bins per factor of two."""
-
-SAMPLE = 1 << 18
-"""Entries a threshold is estimated from; large enough for 2 % accuracy at 1 % density."""
-
-SAMPLE_BLOCK = 16
-"""Neighbours sampled together: one cache line of floats."""
+"""Magnitudes are binned by their float bits without the lowest BIN_BITS: 256 bins per octave."""
 
 
 @dataclass(frozen=True)
 class Picked:
     """Entries at or above a threshold, in index order.
 
-    `count` is how many there are, also when fewer were stored for want of capacity. `above` counts those at
-    or above SLOPE_STEP times the threshold. When `finite` is false the input holds a NaN or an infinity and
-    nothing else in here means anything.
+    Attributes:
+        indices: Indices of the stored entries.
+        values: Their values.
+        count: Entries at or above the threshold; more than stored if the capacity was too small.
+        above: Entries at or above SLOPE_STEP times the threshold.
+        finite: False if the input has a NaN or an infinity; the other fields are then meaningless.
     """
 
     indices: Tensor
@@ -42,16 +41,23 @@ class Picked:
 
     @property
     def complete(self) -> bool:
+        """Whether all entries were stored."""
         return self.count == self.indices.numel()
 
 
 def float32(x: float) -> np.float32:
-    """Rounded to float32; what is too large becomes infinity."""
+    """Round to float32. A number that is too large becomes infinity."""
     return np.float32(ctypes.c_float(x).value)
 
 
+def threshold_pair(threshold: float) -> tuple[np.float32, np.float32]:
+    """The threshold and SLOPE_STEP times the threshold, both rounded to float32."""
+    low = float32(threshold)
+    return low, float32(float(np.float32(SLOPE_STEP)) * float(low))
+
+
 def bin_of(magnitude: float) -> int:
-    """The bin a magnitude falls into; bins are ordered like magnitudes."""
+    """The bin of a magnitude. Bins are ordered like magnitudes."""
     return int(float32(magnitude).view(np.uint32)) >> BIN_BITS
 
 
@@ -64,22 +70,21 @@ def index_dtype(size: int) -> torch.dtype:
     return torch.int32 if size < 2**31 else torch.int64
 
 
-def sample_positions(size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """First positions of the cache lines a sample of `size` entries looks at: evenly spread, jittered.
-
-    The jitter is the same on every call, so that equal inputs give equal thresholds.
-    """
-    blocks = SAMPLE // SAMPLE_BLOCK
-    stride = size / blocks
-    jitter = np.random.default_rng(0).random(blocks) * max(stride - SAMPLE_BLOCK, 0.0)
-    starts = (np.arange(blocks) * stride + jitter).astype(np.int64)
-    return np.minimum(starts, size - SAMPLE_BLOCK)
+def padded(size: int) -> int:
+    """Round up to a multiple of 8."""
+    return (size + 7) // 8 * 8
 
 
-def sample_rank(k: int, size: int, sampled: int, margin: float = 0.0) -> int:
-    """Rank in a sample that corresponds to rank k of the whole, `margin` standard deviations further down.
+def elias_fano_bytes(count: int, span: int, low: int) -> int:
+    low_words, high_words = elias_fano_words(count, span, low)
+    return 8 * (low_words + high_words)
 
-    Neighbours are alike, so the deviation is taken three times as large as for independent draws.
-    """
-    expected = k * sampled / size
-    return int(min(sampled, max(1.0, round(expected + margin * 3.0 * expected**0.5))))
+
+def elias_fano_words(count: int, span: int, low: int) -> tuple[int, int]:
+    """64-bit words of the two streams: `low` bits of each offset, and one bit per entry and per high part."""
+    return (count * low + 63) // 64, (count + (span >> low) + 1 + 63) // 64
+
+
+def edges_of(pieces: Sequence[Tensor]) -> list[int]:
+    """The start of each piece, and the end of the last one."""
+    return [0, *accumulate(piece.numel() for piece in pieces)]

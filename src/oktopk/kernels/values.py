@@ -1,7 +1,7 @@
-"""Value codes in plain NumPy: the definition of their byte streams, which `values_cpu` writes too, compiled.
+"""Value codes in NumPy: the definition of the byte streams. `cpu.values` has the same codes compiled.
 
-Lossy codes round to nearest, ties to even, and saturate: a finite value never becomes an infinity. The sender
-learns what a receiver will see, to the bit, and keeps the rest.
+Lossy codes round to nearest, ties to even, and saturate: a finite value never becomes infinite. The encoder also
+gives the values as receivers decode them, to the bit, so that the sender can keep the rounding error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ VALUE_WIDTHS = (4, 2, 2, 1)
 
 
 class ValueCode(IntEnum):
-    """How the values of a message are written; FP16 and E4M3 over a scale with which the largest one fits.
+    """How the values of a message are encoded. FP16 and E4M3 divide by a scale, so that the largest value fits.
 
-    E4M3 is a byte: sign, four bits of exponent, three of mantissa. None of its 256 codes is an infinity or a NaN.
+    E4M3 is a byte: sign, four bits of exponent, three of mantissa. All of its 256 codes are finite.
     """
 
     FP32 = 0
@@ -34,7 +34,7 @@ class ValueCode(IntEnum):
 
 
 def write_values(values: Array, code: int, out: Array, decoded: Array) -> float:
-    """Write the values; decoded receives what a receiver makes of them. Returns their scale."""
+    """Encode the values; `decoded` gets what receivers will decode. Returns the scale."""
     if code == ValueCode.FP32:
         out.view(np.float32)[:] = values
         decoded[:] = values
@@ -69,7 +69,7 @@ def fp16_scale(values: Array) -> float:
 
 
 def fp16_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
-    """Values over scale as fp16 bits in out; what a receiver makes of them in decoded."""
+    """Encode values / scale as fp16 bits; `decoded` gets what receivers will decode."""
     with np.errstate(all="ignore"):
         halves = (values * np.float32(1.0 / scale)).astype(np.float16).view(np.uint16)
     out[:] = np.minimum(halves & 0x7FFF, 0x77FF) | (halves & 0x8000)
@@ -85,14 +85,14 @@ def fp16_decode(stream: Array, scale: float, out: Array) -> None:
 
 E4M3_LARGEST = 1.875
 E4M3_SCALES = 2.0**-126, 2.0**127
-"""Between these the scale, its inverse, and all it makes of the codes are finite."""
+"""Between these limits the scale, its inverse and all decoded values are finite."""
 
 
 def e4m3_scale(values: Array) -> float:
-    """Brings the largest magnitude to the largest code.
+    """The scale that maps the largest magnitude to the largest code.
 
-    Not a power of two: values of all messages would fall on the same few levels, and many sums would be equal,
-    which no threshold tells apart.
+    It is not rounded to a power of two: the values of all messages would then share a few levels, and many sums
+    would be equal, so that no threshold could separate them.
     """
     largest = np.abs(values).max(initial=np.float32(0))
     smallest_scale, largest_scale = E4M3_SCALES
@@ -100,7 +100,7 @@ def e4m3_scale(values: Array) -> float:
 
 
 def e4m3_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
-    """Values over scale, below 2, to four bits; below 2^-14 in steps of 2^-17, so that zero is exact."""
+    """Round values / scale, which is below 2, to four significant bits; below 2^-14 to multiples of 2^-17."""
     with np.errstate(all="ignore"):
         magnitudes = np.abs(values) * (np.float32(1) / np.float32(scale))
         exponents = np.frexp(np.maximum(magnitudes, np.float32(2.0**-14)))[1]
@@ -117,7 +117,7 @@ def e4m3_decode(stream: Array, scale: float, out: Array) -> None:
 
 
 def bf16_encode(values: Array, out: Array, decoded: Array) -> None:
-    """The upper halves of the floats, rounded to nearest even; the largest ones round down, never to inf."""
+    """Keep the upper halves of the floats, rounded to nearest even. The largest round down, never to infinity."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     overflow = (rounded & np.uint32(0x7FFF)) >= 0x7F80

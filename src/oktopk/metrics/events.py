@@ -1,7 +1,7 @@
-"""What happened: one event per reduction of a bucket and one per step, and where events go.
+"""Events: one for each reduction of a bucket, one for each step, and the interface of a sink.
 
-An event is written once all of a step is settled, before anybody who waits for the step goes on: whoever reads
-a sink after the step's synchronisation finds all of it there.
+Sinks receive the event of a step after all its buckets are committed or rolled back, and before the step's
+synchronisation returns: code that reads a sink after that finds the step in it.
 """
 
 from __future__ import annotations
@@ -10,27 +10,19 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from .traffic import Operation, Traffic, merge
+from .traffic import Operation, Span, Traffic, merge
 
 Figures = TypeVar("Figures", bound="Additive")
 
 DENSE, SPARSE = "dense", "sparse"
 ENTRY_BYTES = 8
-"""An int32 index and a float32 value: the payload formula, whatever the wire really carries."""
-
-
-class Span(NamedTuple):
-    """A stage of a reduction, in seconds of time.perf_counter()."""
-
-    name: str
-    start: float
-    stop: float
+"""An int32 index and a float32 value: the unit of `payload_bytes`, whatever format the wire uses."""
 
 
 class Additive:
-    """Figures of buckets that add up, field by field, to those of a step."""
+    """Figures that add up field by field, from buckets to a step."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -40,8 +32,16 @@ class Additive:
 
 @dataclass(frozen=True)
 class Seconds(Additive):
-    """Where the time of a reduction went. `wait` is for ranks that came late; `exchange` is the rest of the
-    time spent in communication; `other` is everything that has no name, sums and copies above all."""
+    """Where the time of a reduction went.
+
+    Attributes:
+        select: Accumulation and selection.
+        encode: Encoding messages.
+        exchange: Communication, without the waiting.
+        decode: Decoding messages.
+        wait: Waiting for stragglers.
+        other: Everything else, mostly sums and copies.
+    """
 
     select: float = 0.0
     encode: float = 0.0
@@ -57,8 +57,13 @@ class Seconds(Additive):
 
 @dataclass(frozen=True)
 class Volume(Additive):
-    """n and k, and the user's three figures made of them. `size` is n; `count` is k, the entries of the result:
-    all of them where the exchange is dense. Volumes of buckets add up to that of a step."""
+    """How much of a bucket or a step was exchanged.
+
+    Attributes:
+        size: n, the number of entries.
+        count: k, the non-zero entries of the result; n if the exchange is dense.
+        payload_bytes: 8 bytes (index and value) for each of k entries, or 4 for each of n if dense.
+    """
 
     size: int = 0
     count: int = 0
@@ -66,7 +71,7 @@ class Volume(Additive):
 
     @classmethod
     def of(cls, size: int, count: int | None) -> Volume:
-        """Of a sparse reduction with `count` entries in its result, or of a dense one (None)."""
+        """The volume of a sparse reduction with `count` entries in its result, or of a dense one (None)."""
         if count is None:
             return cls(size, size, 4 * size)
         return cls(size, count, ENTRY_BYTES * count)
@@ -77,23 +82,30 @@ class Volume(Additive):
 
     @property
     def ratio(self) -> float:
-        """n / k, and 1 when nothing at all was sent."""
+        """The compression ratio n / k; 1 if nothing was sent."""
         return self.size / self.count if self.count else 1.0
 
 
 @dataclass(frozen=True)
 class Wire(Additive):
-    """Bytes and messages of one rank, headers and control included. `modelled` of the bytes belong to library
-    collectives, whose inside cannot be seen: they are what the algorithm must send, a ring for its sums."""
+    """Bytes and messages of one rank, headers and control messages included.
+
+    Attributes:
+        sent_bytes: Bytes sent.
+        received_bytes: Bytes received.
+        sent_messages: Messages sent.
+        received_messages: Messages received.
+        control_bytes: The part of sent_bytes that carried no gradient: counts, region edges, agreement.
+        modelled_bytes: The part of sent_bytes that was computed, not counted: a dense all-reduce of the transport
+            is assumed to be a ring.
+    """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     sent_messages: int = 0
     received_messages: int = 0
     control_bytes: int = 0
-    """Of the bytes sent, those that carried no gradient: counts, boundaries, agreement."""
     modelled_bytes: int = 0
-    """Of the bytes sent, those that were not counted but follow from the algorithm."""
 
     @classmethod
     def of(cls, traffic: Mapping[Operation, Traffic]) -> Wire:
@@ -108,11 +120,11 @@ class Wire(Additive):
             )
             for operation, moved in traffic.items()
         )
-        return _added(parts, cls())
+        return _sum_figures(parts, cls())
 
 
 class Densities:
-    """Counts as shares of the whole."""
+    """Counts as shares of the number of entries."""
 
     volume: Volume
     target_count: int
@@ -124,56 +136,111 @@ class Densities:
 
     @property
     def local_density(self) -> float:
-        """What this rank really sent."""
+        """The share of the entries that this rank sent."""
         return self.local_count / self.volume.size if self.volume.size else 1.0
 
     @property
     def global_density(self) -> float:
-        """That of the result: up to P times the local one."""
+        """The share of the entries that the result has: up to P times the local density."""
         return self.volume.count / self.volume.size if self.volume.size else 1.0
 
 
 @dataclass(frozen=True)
 class ReductionEvent(Densities):
-    """One bucket, or a group of buckets that shared messages, in one step, on one rank."""
+    """One bucket, or a fused group of buckets, in one step on one rank.
+
+    Attributes:
+        step: Number of the step, from 0.
+        bucket: Index of the bucket; of a fused group, of its first bucket.
+        phase: "dense" or "sparse".
+        algorithm: Name of the algorithm.
+        volume: Entries, non-zeros of the result, payload.
+        target_count: k that the density asks for; n if dense.
+        local_count: Entries that this rank sent.
+        threshold: Magnitude from which on this rank selected.
+        global_threshold: Magnitude from which on sums survived, for Ok-Topk.
+        exact: The local threshold was evaluated over all entries.
+        residual_norm: L2 norm of the residual when it was last measured: on every step for a small bucket, less
+            often for a large one.
+        wire: Bytes and messages.
+        seconds: Time by stage.
+        slowest_rank: The straggler, if the messages reveal it.
+        skipped: The step was rolled back: some rank had a non-finite number in this or another bucket.
+        start: When it began, in seconds of time.perf_counter().
+        stop: When it ended.
+        spans: Every stage with its start and stop.
+        traffic: The figures of `wire` by operation, with message sizes.
+
+    Example:
+        >>> import oktopk
+        >>> import torch
+        >>> from oktopk.metrics.sinks import MemorySink
+        >>> sink = MemorySink()
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with oktopk.AllReducer(parameters, density=0.1, warmup_steps=0, sinks=[sink]) as reducer:
+        ...     grads = reducer.sync({"w": torch.arange(50.0)})
+        >>> event = sink.reductions[0]
+        >>> event.phase, event.target_count, event.local_count, event.skipped
+        ('sparse', 5, 5, False)
+    """
 
     step: int
     bucket: int
     phase: str
-    """dense or sparse."""
     algorithm: str
     volume: Volume
     target_count: int
-    """k that the density asked for; n when dense."""
     local_count: int
-    """How many entries this rank sent."""
     threshold: float
     global_threshold: float
     exact: bool
-    """The local threshold was evaluated over all entries."""
     residual_norm: float
-    """When it was last measured: on every step of a small bucket, now and then of a large one."""
     wire: Wire
     seconds: Seconds
     slowest_rank: int | None
-    """The rank that came last, if the messages told."""
     skipped: bool
-    """Nothing of it was applied: some rank met a number that is not finite, in this bucket or another one."""
     start: float = 0.0
     stop: float = 0.0
-    """When, in seconds of time.perf_counter()."""
     spans: tuple[Span, ...] = ()
     traffic: Mapping[Operation, Traffic] = field(default_factory=dict, repr=False)
-    """What `wire` sums up, by operation, with the sizes of messages."""
 
 
 @dataclass(frozen=True)
 class StepEvent(Densities):
-    """All buckets of one step, on one rank."""
+    """All buckets of one step on one rank.
+
+    Attributes:
+        step: Number of the step, from 0.
+        phase: "sparse" if any bucket was sparse, otherwise "dense".
+        volume: Sum over the buckets.
+        target_count: Sum over the buckets.
+        local_count: Sum over the buckets.
+        residual_norm: L2 norm over the buckets.
+        wire: Sum over the buckets.
+        seconds: Sum over the buckets.
+        slowest_rank: The straggler of the bucket that waited longest.
+        skipped: The step was rolled back on every rank, because some rank had a non-finite number.
+        culprits: Of a skipped step: the parameters that were non-finite, as "rank 2: layer.weight".
+        start: When the first bucket was submitted, in seconds of time.perf_counter().
+        handed_over: When the last bucket was submitted: the end of backward, as far as the reducer can see.
+        stop: When all buckets were committed or rolled back.
+        reductions: The events of the buckets.
+
+    Example:
+        >>> import oktopk
+        >>> import torch
+        >>> from oktopk.metrics.sinks import MemorySink
+        >>> sink = MemorySink()
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with oktopk.AllReducer(parameters, density=0.1, warmup_steps=0, sinks=[sink]) as reducer:
+        ...     grads = reducer.sync({"w": torch.full((50,), float("nan"))})
+        >>> event = sink.steps[0]
+        >>> event.phase, event.skipped, event.culprits
+        ('sparse', True, ('rank 0: w',))
+    """
 
     step: int
     phase: str
-    """dense or sparse; sparse if any bucket was."""
     volume: Volume
     target_count: int
     local_count: int
@@ -183,58 +250,89 @@ class StepEvent(Densities):
     slowest_rank: int | None
     skipped: bool
     culprits: tuple[str, ...]
-    """Of a skipped step: where the numbers that are not finite were, as "rank 2: layer.weight"."""
     start: float
-    """When the first bucket was handed in, in seconds of time.perf_counter()."""
     handed_over: float
-    """When the last bucket was handed in: the end of backward, as far as the reducer can see."""
     stop: float
     reductions: tuple[ReductionEvent, ...] = field(default=(), repr=False)
 
     @property
     def traffic(self) -> dict[Operation, Traffic]:
+        """Bytes, messages and seconds by operation, over all buckets."""
         return merge(part.traffic for part in self.reductions)
 
     @property
     def exposed(self) -> float:
-        """Seconds that training waited for the reductions after backward had ended."""
+        """Seconds that training waited for reductions after the end of backward."""
         return max(0.0, self.stop - self.handed_over)
 
     @property
     def hidden_share(self) -> float:
-        """The part of the reductions' time that training did not wait for, from 0 to 1."""
+        """The share of the reductions' time that overlapped with backward, from 0 to 1."""
         busy = self.seconds.total
         return min(1.0, max(0.0, 1.0 - self.exposed / busy)) if busy > 0 else 0.0
 
 
+def make_event(
+    step: int, bucket: int, phase: str, algorithm: str, volume: Volume, target_count: int, **facts: Any
+) -> ReductionEvent:
+    """An event; what is not given did not happen on this rank."""
+    nothing: dict[str, Any] = {
+        "local_count": 0, "threshold": 0.0, "global_threshold": 0.0, "exact": False, "residual_norm": 0.0,
+        "wire": Wire(), "seconds": Seconds(), "slowest_rank": None, "skipped": False,
+    }  # fmt: skip
+    return ReductionEvent(
+        step=step, bucket=bucket, phase=phase, algorithm=algorithm, volume=volume, target_count=target_count,
+        **(nothing | facts),
+    )  # fmt: skip
+
+
 class MetricsSink(Protocol):
-    """Takes one step at a time; the events of its buckets are in `event.reductions`."""
+    """The interface of a sink: any object with these two methods can be passed in `sinks=`.
 
-    def emit(self, event: StepEvent) -> None: ...
+    oktopk.metrics.sinks has sinks for memory, CSV, JSON lines, TensorBoard and Perfetto.
 
-    def close(self) -> None: ...
+    Example:
+        >>> import oktopk
+        >>> import torch
+        >>> class PrintSink:
+        ...     def emit(self, event):
+        ...         print(f"step {event.step}: {event.phase}, {event.volume.payload_bytes} bytes")
+        ...     def close(self):
+        ...         print("closed")
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with oktopk.AllReducer(parameters, density=0.1, sinks=[PrintSink()]) as reducer:
+        ...     grads = reducer.sync({"w": torch.ones(50)})
+        step 0: dense, 200 bytes
+        closed
+    """
+
+    def emit(self, event: StepEvent) -> None:
+        """Record one step. The events of its buckets are in `event.reductions`. Called from a worker thread."""
+
+    def close(self) -> None:
+        """Release files and other resources. The front end calls it when it closes."""
 
 
-def _added(figures: Iterable[Figures], nothing: Figures) -> Figures:
-    """Their sum, at no cost for a single one: a small model has one bucket, and short steps."""
+def _sum_figures(figures: Iterable[Figures], nothing: Figures) -> Figures:
+    """Sum the figures. A single one costs nothing: a small model has one bucket and short steps."""
     first, *rest = [*figures] or [nothing]
     return sum(rest, first)
 
 
 def combine(step: int, reductions: Iterable[ReductionEvent], **rest: object) -> StepEvent:
-    """The step that these reductions make."""
+    """Combine the reductions of a step into its event; `rest` has the fields that do not follow from them."""
     parts = tuple(reductions)
-    told = [part for part in parts if part.slowest_rank is not None]
-    late = max(told, key=lambda part: part.seconds.wait) if told else None
+    known = [part for part in parts if part.slowest_rank is not None]
+    late = max(known, key=lambda part: part.seconds.wait) if known else None
     return StepEvent(
         step=step,
         phase=SPARSE if any(part.phase == SPARSE for part in parts) else DENSE,
-        volume=_added((part.volume for part in parts), Volume()),
+        volume=_sum_figures((part.volume for part in parts), Volume()),
         target_count=sum(part.target_count for part in parts),
         local_count=sum(part.local_count for part in parts),
         residual_norm=math.hypot(*(part.residual_norm for part in parts)),
-        wire=_added((part.wire for part in parts), Wire()),
-        seconds=_added((part.seconds for part in parts), Seconds()),
+        wire=_sum_figures((part.wire for part in parts), Wire()),
+        seconds=_sum_figures((part.seconds for part in parts), Seconds()),
         slowest_rank=None if late is None else late.slowest_rank,
         reductions=parts,
         **rest,  # type: ignore[arg-type]

@@ -1,15 +1,25 @@
-"""What was moved, by the kind of operation it belonged to."""
+"""Bytes and seconds: what operations moved, and a stopwatch for the stages of a reduction."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch._C._profiler import _RecordFunctionFast  # record_function itself costs thirty times as much
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What a message belongs to: for the meter, and for errors that say where they happened."""
+    """The operation that a message belongs to, for the meter and for error messages.
+
+    Attributes:
+        name: The collective: all_gather, all_to_all, all_reduce, …
+        phase: The phase of the algorithm that it serves.
+        control: The message carries no gradient.
+    """
 
     name: str
     phase: str
@@ -21,10 +31,23 @@ class Operation:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of operation moved. Sizes are counted by powers of two: sizes[b] messages of [2^b, 2^(b+1)).
+    """What one operation moved on one rank.
 
-    `modelled` marks a library collective, whose inside cannot be seen: its bytes and messages are those that the
-    algorithm must have, a ring for the library's own sums, not counts.
+    Attributes:
+        sent_bytes: Bytes sent.
+        received_bytes: Bytes received.
+        sent_messages: Messages sent.
+        received_messages: Messages received.
+        seconds: Time spent in the operation.
+        modelled: Bytes and messages were computed, not counted: a collective of the transport is assumed to be
+            a ring.
+        sizes: Histogram of the messages sent: sizes[b] counts those of [2^b, 2^(b+1)) bytes.
+
+    Example:
+        >>> import oktopk
+        >>> both = oktopk.Traffic(sent_bytes=100, sent_messages=1) + oktopk.Traffic(sent_bytes=50, sent_messages=2)
+        >>> both.sent_bytes, both.sent_messages
+        (150, 3)
     """
 
     sent_bytes: int = 0
@@ -51,7 +74,7 @@ class Traffic:
 
 
 class Tally:
-    """Traffic while it is counted: messages are many, so that one more must cost next to nothing."""
+    """Counts traffic. There are many messages, so counting one must be cheap."""
 
     __slots__ = ("_more", "_received", "_sent", "seconds")
 
@@ -84,31 +107,73 @@ class Tally:
 
 
 def ring(size: int, world: int, seconds: float = 0.0) -> Traffic:
-    """Of an all-reduce of so many bytes, as the ring algorithm does it."""
+    """The traffic of a ring all-reduce of `size` bytes."""
     return modelled(*ring_moves(size, world), seconds)
 
 
 def ring_moves(size: int, world: int) -> tuple[int, int]:
-    """Bytes and messages that a rank sends then."""
+    """Bytes and messages that a rank sends in a ring all-reduce of `size` bytes."""
     return 2 * size * (world - 1) // world, 2 * (world - 1)
 
 
 def modelled(moved: int, messages: int, seconds: float) -> Traffic:
-    """Of a library's collective that has each rank send and receive so many bytes, in messages of one size."""
+    """The traffic of a transport's collective: each rank sends and receives `moved` bytes in equal messages."""
     sizes = {max(1, moved // messages).bit_length() - 1: messages} if messages else {}
     return Traffic(moved, moved, messages, messages, seconds, True, sizes)
 
 
 def total(traffic: Mapping[Operation, Traffic], chosen: Callable[[Operation], bool] = lambda _: True) -> Traffic:
-    """The sum over the chosen operations."""
+    """Sum the traffic of the chosen operations."""
     parts = [moved for operation, moved in traffic.items() if chosen(operation)]
     return parts[0] if len(parts) == 1 else sum(parts, Traffic())
 
 
 def merge(parts: Iterable[Mapping[Operation, Traffic]]) -> dict[Operation, Traffic]:
-    """Operation by operation."""
+    """Add up traffic by operation."""
     merged: dict[Operation, Traffic] = {}
     for part in parts:
         for operation, moved in part.items():
             merged[operation] = merged[operation] + moved if operation in merged else moved
     return merged
+
+
+class Span(NamedTuple):
+    """A stage of a reduction: its name, start and stop in seconds of time.perf_counter()."""
+
+    name: str
+    start: float
+    stop: float
+
+
+class Stage:
+    """Times one stage as a context manager. A step has hundreds of stages, so this must be cheap.
+
+    Reductions run in a worker thread: torch.profiler shows it with profile_all_threads=True.
+    """
+
+    __slots__ = ("_name", "_range", "_spans", "_start")
+
+    def __init__(self, spans: list[Span], name: str) -> None:
+        self._spans, self._name = spans, name
+        self._range = _RecordFunctionFast(f"oktopk.{name}")
+
+    def __enter__(self) -> None:
+        self._range.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._spans.append(Span(self._name, self._start, time.perf_counter()))
+        self._range.__exit__(*exception)
+
+
+class Stopwatch:
+    """The stages of one reduction, in the order they ended."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def stage(self, name: str) -> Stage:
+        return Stage(self.spans, name)
+
+    def seconds(self, name: str) -> float:
+        return sum(span.stop - span.start for span in self.spans if span.name == name)

@@ -5,17 +5,19 @@
          8     8  checksum of everything else
         16     4  magic "okt1"; its last character is the version
         20     1  phase                                 21  1  index code
-        22     1  value code                            23  1  flags: bit 0, the sender met a non-finite number
+        22     1  value code                            23  1  flags: bit 0 = the sender saw a non-finite number
         24     8  step                                  32  4  bucket                36  4  sender
         40     8  size of the vector                    48  8  start of the region   56  8  span of the region
         64     8  number of entries                     72  8  bytes of coded indices
         80     4  scale of the values (float32)         84  1  Elias-Fano low bits   85  3  blocked
         88        indices, padded to 8 bytes, then values, padded to 8 bytes
 
-`blocked` is how long the sender has waited for others of late, in units of 20 µs: whoever waited least came last.
-All little-endian. Indices are offsets into the region. Decoding trusts nothing: whatever does not fit what the
-receiver expects is a WireError, and nothing is written out of bounds. The length comes first so that messages
-can be laid end to end, or into slots of fixed capacity, and still be told apart.
+All fields are little-endian. Indices are offsets into the region. `blocked` is how long the sender has recently
+waited for other ranks, in units of 20 µs: the rank that waited least is the straggler.
+
+The decoder does not trust the sender. A message that differs from what the receiver expects raises a WireError,
+and the decoder never writes out of bounds. The length comes first, so that messages can be stored back to back or
+in slots of fixed capacity.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from torch import Tensor
 
 from ..errors import WireError
 from ..kernels import codes
-from ..kernels.coding import IndexCode, elias_fano_bytes, padded
+from ..kernels.coding import IndexCode
+from ..kernels.types import elias_fano_bytes, padded
 from ..kernels.values import E4M3_SCALES, Array, ValueCode
 from .sparse_vector import SparseVector
 
@@ -45,12 +48,12 @@ VALUE_CODES = {code.name.lower(): code for code in ValueCode}
 _INDEX_CODES = frozenset(int(code) for code in IndexCode)
 _VALUE_WIDTHS = {int(code): code.width for code in ValueCode}
 
-# Coding and decoding time per entry, in bytes: at 1 Gbit/s a nanosecond is worth an eighth of a byte.
+# Time to encode and decode one entry, expressed in bytes: at 1 Gbit/s a nanosecond costs an eighth of a byte.
 _TIME_RAW, _TIME_DELTA16, _TIME_DELTA8, _TIME_ALIGNED, _TIME_PACKED = 0.03, 0.1, 0.31, 0.35, 0.54
 
 
 class Tag(NamedTuple):
-    """What both ends know about a message before it travels."""
+    """What sender and receiver know about a message before it is sent."""
 
     step: int
     bucket: int
@@ -69,19 +72,21 @@ class Decoded(NamedTuple):
     blocked: float
 
 
-def capacity(count: int, span: int, values: ValueCode) -> int:
-    """The most bytes a message of up to `count` entries can have, whatever the codes chosen."""
+def max_message_bytes(count: int, span: int, values: ValueCode) -> int:
+    """Upper bound for a message of at most `count` entries, whichever codes the encoder chooses."""
     count = min(count, span)
-    return HEADER_BYTES + padded((4 if span < 2**31 else 8) * count) + padded(values.width * count)
+    return HEADER_BYTES + padded((4 if span < 2**31 else 8) * count) + padded(_VALUE_WIDTHS[values] * count)
 
 
-def region_capacity(span: int, values: ValueCode) -> int:
-    """The same for a region that is written whole as soon as half of it is there."""
-    return max(capacity((span + 1) // 2, span, values), HEADER_BYTES + padded(values.width * span))
+def max_region_bytes(span: int, values: ValueCode) -> int:
+    """Upper bound for a region that is sent whole as soon as half of its entries are non-zero."""
+    return max(
+        max_message_bytes((span + 1) // 2, span, values), HEADER_BYTES + padded(_VALUE_WIDTHS[values] * span)
+    )
 
 
 def best_index_code(indices: Array, start: int, span: int, raw: bool = False) -> tuple[IndexCode, int, int]:
-    """(code, its size in bytes, Elias-Fano low bits): the cheapest in bytes and time together."""
+    """Return (code, size in bytes, Elias-Fano low bits) of the code with the lowest cost in bytes and time."""
     count = indices.size
     if count == span:
         return IndexCode.FULL, 0, 0
@@ -89,7 +94,7 @@ def best_index_code(indices: Array, start: int, span: int, raw: bool = False) ->
         return IndexCode.RAW64, 8 * count, 0
     if count == 0 or raw:
         return IndexCode.RAW32, 4 * count, 0
-    # The smallest Elias-Fano code has log2(span / count) low bits; whole bytes of them are faster.
+    # Elias-Fano is smallest with log2(span / count) low bits, and faster with whole bytes of low bits.
     tightest = (span // count).bit_length() - 1
     aligned = 8 if tightest < 12 else 16
     best = 4 * count, (4 + _TIME_RAW) * count, IndexCode.RAW32, 0
@@ -116,7 +121,7 @@ def encode(
     raw_indices: bool = False,
     blocked: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The message for `part`, and the values of `part` as the receiver will decode them."""
+    """Return the message for `part`, and the values of `part` as the receiver will decode them."""
     indices, floats = _array(part.indices), _array(part.values)
     index_code, index_bytes, low = best_index_code(indices, tag.start, tag.span, raw_indices)
     length = HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[values] * indices.size)
@@ -138,9 +143,9 @@ def encode(
 
 
 def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Decoded:
-    """Check the message against what was expected and take it apart."""
+    """Check the message against the expected tag and decode it."""
     if message.numel() < HEADER_BYTES or message.numel() % 8:
-        raise _refuse(tag, f"{message.numel()} bytes are not a message of at least {HEADER_BYTES}")
+        raise _wire_error(tag, f"{message.numel()} bytes, expected a header of {HEADER_BYTES} bytes or more")
     if message.data_ptr() % 8:
         message = message.clone()
     data = _array(message)
@@ -148,24 +153,24 @@ def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Dec
     (magic, phase, index_code, value_code, flags, step, bucket, sender, size, start, span, count, index_bytes,
      scale, low, ticks) = _HEADER.unpack_from(data.data, _FRAME.size)  # fmt: skip
     if magic != MAGIC:
-        raise _refuse(tag, f"it starts with {magic!r}, not {MAGIC!r}: another protocol or version")
+        raise _wire_error(tag, f"magic is {magic!r}, expected {MAGIC!r}: another protocol or version")
     if length != data.size:
-        raise _refuse(tag, f"it says {length} bytes, {data.size} arrived")
+        raise _wire_error(tag, f"length field says {length} bytes, received {data.size}")
     if checksum != _checksum(data):
-        raise _refuse(tag, "the checksum is wrong")
+        raise _wire_error(tag, "checksum mismatch")
     found = Tag(step, bucket, phase, sender, size, start, span)
     if found != tag:
-        raise _refuse(tag, f"it is another one: {found}")
+        raise _wire_error(tag, f"unexpected message: {found}")
     if index_code not in _INDEX_CODES or value_code not in _VALUE_WIDTHS or not abs(scale) <= E4M3_SCALES[1]:
-        raise _refuse(tag, f"unknown codes: indices {index_code}, values {value_code}, scale {scale}")
+        raise _wire_error(tag, f"unknown codes: indices {index_code}, values {value_code}, scale {scale}")
     if count > span or HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[value_code] * count) != length:
-        raise _refuse(tag, f"{count} entries with {index_bytes} index bytes do not fit {length} bytes")
+        raise _wire_error(tag, f"{count} entries with {index_bytes} index bytes do not fit {length} bytes")
     indices = np.empty(count, np.int32 if size < 2**31 else np.int64)
     values = np.empty(count, np.float32)
     if not codes.read_body(
         data[HEADER_BYTES:], index_code, index_bytes, low, start, span, indices, value_code, scale, values
     ):
-        raise _refuse(tag, "the indices are out of order or out of range")
+        raise _wire_error(tag, "indices out of order or out of range")
     vector = SparseVector(_tensor(indices, device), _tensor(values, device), size)
     return Decoded(vector, bool(flags & _NONFINITE), int.from_bytes(ticks, "little") * _TICK)
 
@@ -182,7 +187,7 @@ def _checksum(message: Array) -> int:
     return int(codes.checksum(message[_FRAME.size :].view(np.uint64), message.size))
 
 
-def _refuse(tag: Tag, what: str) -> WireError:
+def _wire_error(tag: Tag, what: str) -> WireError:
     return WireError(
         f"message from rank {tag.sender} (step {tag.step}, bucket {tag.bucket}, phase {tag.phase}): {what}"
     )
@@ -195,7 +200,7 @@ __all__ = [
     "IndexCode",
     "Tag",
     "ValueCode",
-    "capacity",
     "decode",
     "encode",
+    "max_message_bytes",
 ]

@@ -1,4 +1,4 @@
-"""Collectives on sparse vectors: the wire format on top of a communicator, for one step of one bucket."""
+"""Collectives on sparse vectors: the wire format over a communicator, for one bucket in one step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch import Tensor
 
 from ..comm import Communicator, Operation
 from ..errors import WireError
-from ..metrics.stopwatch import Stopwatch
-from . import message as wire
-from .message import Tag, ValueCode
+from ..metrics.traffic import Stopwatch
+from .message import Tag, ValueCode, decode, encode, max_message_bytes
 from .sparse_vector import SparseVector
 
 Region = tuple[int, int]
 
 
 class Phase(IntEnum):
-    """The part of an algorithm a message belongs to."""
+    """The phase of an algorithm that a message belongs to."""
 
     SPLIT = 0
     BALANCE = 1
@@ -36,14 +35,20 @@ _OPERATIONS = {
     Phase.TREE: Operation("recv", "tree"),
     Phase.BROADCAST: Operation("broadcast", "broadcast"),
 }
-"""How the transport calls the phase in its own errors."""
+"""The transport's name for each phase, for error messages."""
 
 
 class SparseCommunicator:
-    """What one rank says to the others about one bucket in one step.
+    """Sends and receives the sparse vectors of one bucket in one step.
 
-    Every message carries `nonfinite`: whether its sender has met, itself or in what it received, a number that
-    is not finite. Once a round has passed through all ranks, all of them know, and skip the step together.
+    Every message carries a flag: the sender saw a non-finite number, in its own data or in a message it received.
+    After a round that involves all ranks, every rank knows, and all of them skip the step.
+
+    Attributes:
+        nonfinite: This rank saw or was told of a non-finite number.
+        blocked_sent: Seconds that this rank was blocked by other ranks, as last sent to them: in this reduction so
+            far or, in its first messages, in the reduction before.
+        blocked_received: The same for the other ranks, by rank.
     """
 
     def __init__(
@@ -66,10 +71,7 @@ class SparseCommunicator:
         self.stopwatch = stopwatch or Stopwatch()
         self._blocked_before = blocked_before
         self.blocked_sent = 0.0
-        """How long this rank has been blocked by others, as it last told them: in this reduction so far or, in
-        the first messages, in the one before."""
         self.blocked_received: dict[int, float] = {}
-        """The same of the other ranks."""
 
     @property
     def rank(self) -> int:
@@ -80,7 +82,7 @@ class SparseCommunicator:
         return self.transport.world
 
     def check_finite(self, finite: bool) -> None:
-        """Remember, and tell everybody from now on, if something was not finite."""
+        """Set the non-finite flag of all further messages unless `finite`."""
         self.nonfinite = self.nonfinite or not finite
 
     def exchange(
@@ -88,40 +90,41 @@ class SparseCommunicator:
     ) -> tuple[list[SparseVector], Iterator[SparseVector]]:
         """Send parts[j], at most `limit` entries in [edges[j], edges[j+1]), to rank j.
 
-        Returns the parts as their receivers see them, the own one untouched, and what arrives here, in the
-        order r-1, r-2, …
+        Returns the parts as their receivers decode them (this rank's own part unchanged), and an iterator over the
+        received parts in the order r-1, r-2, …
         """
         regions = list(itertools.pairwise(edges))
         sent = list(parts)
         messages: list[Tensor | None] = [None] * self.world
         for peer in self._others():
             messages[peer], sent[peer] = self._encode(parts[peer], Phase.SPLIT, regions[peer])
-        capacity = wire.capacity(limit, max(stop - start for start, stop in regions), self.values)
+        capacity = max_message_bytes(limit, max(stop - start for start, stop in regions), self.values)
         incoming = self.transport.exchange(messages, capacity, "split")
         return sent, (self._decode(m, Phase.SPLIT, peer, regions[self.rank]) for peer, m in incoming)
 
     def rearrange(
         self, parts: Sequence[SparseVector], sources: Sequence[bool], limit: int
     ) -> tuple[list[SparseVector], dict[int, SparseVector]]:
-        """Send parts[j] to rank j unless it is empty; `sources` says which ranks send something here.
+        """Send parts[j] to rank j unless it is empty; sources[j] says whether rank j sends a part to this rank.
 
-        Returns the parts as their receivers see them, the own one untouched, and what arrived, by source.
+        Returns the parts as their receivers decode them (this rank's own part unchanged), and the received parts
+        by source.
         """
         sent = list(parts)
         messages: list[Tensor | None] = [None] * self.world
         for peer in self._others():
             if len(parts[peer]):
                 messages[peer], sent[peer] = self._encode(parts[peer], Phase.BALANCE, self._whole)
-        capacity = wire.capacity(limit, self.size, self.values)
+        capacity = max_message_bytes(limit, self.size, self.values)
         incoming = self.transport.exchange(messages, capacity, "balance", sources=sources)
         return sent, {peer: self._decode(m, Phase.BALANCE, peer, self._whole) for peer, m in incoming}
 
     def all_gather(
         self, part: SparseVector, capacity: int, edges: Sequence[int] | None = None
     ) -> list[SparseVector]:
-        """Everybody's part as every receiver sees it, the own one included, in rank order.
+        """Gather the parts of all ranks, in rank order, this rank's own included, as receivers decode them.
 
-        With `edges` given, rank j's part lies in [edges[j], edges[j+1]), which codes shorter.
+        With `edges`, rank j's part lies in [edges[j], edges[j+1]): its indices then take fewer bytes.
         """
         if self.world == 1:
             return [part]
@@ -134,21 +137,21 @@ class SparseCommunicator:
         return [parts.get(peer, own) for peer in range(self.world)]
 
     def send(self, part: SparseVector, peer: int) -> SparseVector:
-        """Send to one peer; returns the part as it will be seen there."""
+        """Send to one peer. Returns the part as the peer decodes it."""
         message, seen = self._encode(part, Phase.TREE, self._whole)
         self.transport.send(message, peer, "tree")
         return seen
 
     def recv(self, peer: int, limit: int) -> SparseVector:
-        message = self.transport.recv(wire.capacity(limit, self.size, self.values), peer, "tree")
+        message = self.transport.recv(max_message_bytes(limit, self.size, self.values), peer, "tree")
         return self._decode(message, Phase.TREE, peer, self._whole)
 
     def broadcast(self, part: SparseVector | None, limit: int) -> SparseVector:
-        """Rank 0's part on every rank, rank 0 included, as receivers see it."""
+        """Broadcast rank 0's part. Returns it as receivers decode it, on rank 0 too."""
         if part is not None and self.world == 1:
             return part
         message = None if part is None else self._encode(part, Phase.BROADCAST, self._whole)[0]
-        message = self.transport.broadcast(message, wire.capacity(limit, self.size, self.values), "broadcast")
+        message = self.transport.broadcast(message, max_message_bytes(limit, self.size, self.values), "broadcast")
         return self._decode(message, Phase.BROADCAST, 0, self._whole)
 
     @property
@@ -160,22 +163,20 @@ class SparseCommunicator:
 
     def _tag(self, phase: Phase, sender: int, region: Region) -> Tag:
         start, stop = region
-        who = self.transport.known_as(sender)
+        who = self.transport.global_rank(sender)
         return Tag(self.step, self.bucket, int(phase), who, self.size, start, stop - start)
 
     def _encode(self, part: SparseVector, phase: Phase, region: Region) -> tuple[Tensor, SparseVector]:
         tag = self._tag(phase, self.rank, region)
         self.blocked_sent = self.stopwatch.seconds("exchange") or self._blocked_before
         with self.stopwatch.stage("encode"):
-            message, decoded = wire.encode(
-                part, tag, self.values, self.nonfinite, self.raw_indices, self.blocked_sent
-            )
+            message, decoded = encode(part, tag, self.values, self.nonfinite, self.raw_indices, self.blocked_sent)
         return message, part.with_values(decoded)
 
     def _decode(self, message: Tensor, phase: Phase, peer: int, region: Region) -> SparseVector:
         with self.stopwatch.stage("decode"):
             try:
-                decoded = wire.decode(message, self._tag(phase, peer, region), self.device)
+                decoded = decode(message, self._tag(phase, peer, region), self.device)
             except WireError as error:
                 raise WireError(f"{_OPERATIONS[phase]}: {error}") from error
         self.blocked_received[peer] = decoded.blocked

@@ -1,4 +1,4 @@
-"""Sparse vectors: increasing indices, values, and the size of the vector they belong to."""
+"""Sparse vectors: increasing indices, their values, and the size of the dense vector."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .. import kernels
 
 
 def all_finite(x: Tensor) -> bool:
-    """By the sum, which one that is not finite always spoils: one fast pass, where isfinite().all() takes thirty.
+    """Whether every entry is finite.
 
-    If it has only overflown, the extremes are finite.
+    The sum is non-finite if any entry is: one fast pass, thirty times as fast as isfinite().all(). If the sum
+    overflowed although every entry is finite, the minimum and the maximum are finite.
     """
     if x.numel() == 0 or math.isfinite(x.sum().item()):
         return True
@@ -26,7 +27,22 @@ def all_finite(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SparseVector:
-    """`values[j]` stands at `indices[j]` of a vector of `size` entries; indices strictly increase."""
+    """A sparse vector: `values[j]` at `indices[j]`, zero elsewhere.
+
+    Attributes:
+        indices: Strictly increasing positions, int32, or int64 if size is 2^31 or more.
+        values: float32, one for each index.
+        size: Entries of the dense vector.
+
+    Example:
+        >>> import oktopk
+        >>> import torch
+        >>> vector = oktopk.SparseVector(torch.tensor([1, 4]), torch.tensor([2.0, -3.0]), size=6)
+        >>> len(vector), vector.dense().tolist()
+        (2, [0.0, 2.0, 0.0, 0.0, -3.0, 0.0])
+        >>> vector.at_least(2.5).indices.tolist()
+        [4]
+    """
 
     indices: Tensor
     values: Tensor
@@ -34,12 +50,13 @@ class SparseVector:
 
     @staticmethod
     def empty(size: int, device: torch.device | str = "cpu") -> SparseVector:
+        """A vector of `size` zeros."""
         indices = torch.empty(0, dtype=kernels.index_dtype(size), device=device)
         return SparseVector(indices, torch.empty(0, device=device), size)
 
     @staticmethod
     def join(parts: Sequence[SparseVector]) -> SparseVector:
-        """Concatenate parts whose index ranges follow each other."""
+        """Concatenate parts whose index ranges follow one another."""
         if len(parts) == 1:
             return parts[0]
         return SparseVector(
@@ -50,7 +67,7 @@ class SparseVector:
         return self.indices.numel()
 
     def __getitem__(self, entries: slice | Tensor) -> SparseVector:
-        """The given entries, in the order given."""
+        """Select entries by a slice, a boolean mask or positions."""
         if isinstance(entries, Tensor):  # index_select is four times as fast as indexing
             places = entries.nonzero().flatten() if entries.dtype == torch.bool else entries
             return SparseVector(
@@ -59,10 +76,11 @@ class SparseVector:
         return SparseVector(self.indices[entries], self.values[entries], self.size)
 
     def with_values(self, values: Tensor) -> SparseVector:
+        """The same indices with other values."""
         return SparseVector(self.indices, values, self.size)
 
     def split(self, edges: Sequence[int]) -> list[SparseVector]:
-        """Part j has the indices in [edges[j], edges[j+1]); the edges do not decrease, from 0 to size."""
+        """Split by index: part j has the indices in [edges[j], edges[j+1]). The edges rise from 0 to size."""
         at = torch.tensor(list(edges), dtype=torch.int64, device=self.indices.device)
         cuts = torch.searchsorted(self.indices, at.to(self.indices.dtype)).tolist()
         return [self[start:stop] for start, stop in pairwise(cuts)]
@@ -78,7 +96,7 @@ class SparseVector:
         return SparseVector(*kernel(self.indices, self.values, threshold), self.size)
 
     def largest(self, k: int) -> tuple[SparseVector, SparseVector]:
-        """(the k entries of largest magnitude, the rest); among equals the lowest index wins."""
+        """Return the k entries of largest magnitude and the rest. The lowest index wins a tie."""
         if len(self) <= k:
             return self, self[:0]
         magnitude = self.values.abs()
@@ -89,13 +107,14 @@ class SparseVector:
         return self[chosen], self[~chosen]
 
     def dense(self) -> Tensor:
+        """The vector as a dense float32 tensor."""
         out = torch.zeros(self.size, device=self.values.device)
         out[self.indices.long()] = self.values
         return out
 
 
 def sum_in_region(parts: Iterable[SparseVector], start: int, stop: int, size: int) -> SparseVector:
-    """Sum of vectors whose indices lie in [start, stop), added in the order given."""
+    """Add vectors whose indices lie in [start, stop), in the given order."""
     first, rest = next(iterator := iter(parts)), iterator
     pairs = ((p.indices, p.values) for p in chain([first], rest))
     indices, values = kernels.backend(first.values).union_sum(pairs, start, stop - start)

@@ -1,6 +1,6 @@
 """The kernels for CPUs, compiled by Numba; equal to `reference` to the bit.
 
-Every kernel releases the GIL and keeps no shared state, so that any number of Python threads may be inside.
+Every kernel releases the GIL and shares no state, so any number of Python threads can call it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from ..reference import first_equal
 from .pieces import accumulate_select_pieces, assign_pieces_, scatter_add_pieces_
 from .selection import accumulate_select, select
 from .sparse import assign_, common, filter_at_least, scatter_add_, union_sum
-from .thresholds import kth_magnitude, magnitude_histogram, magnitude_moments, sampled_threshold, scale_
+from .thresholds import kth_magnitude, magnitude_histogram, magnitude_moments, scale_
 
 __all__ = [
     "accumulate_select",
@@ -22,7 +22,6 @@ __all__ = [
     "kth_magnitude",
     "magnitude_histogram",
     "magnitude_moments",
-    "sampled_threshold",
     "scale_",
     "scatter_add_",
     "scatter_add_pieces_",

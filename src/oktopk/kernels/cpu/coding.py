@@ -1,20 +1,18 @@
-"""The codes of `coding`, compiled: the same bytes, a nanosecond or two per entry.
+"""The codes of `kernels.coding`, compiled: the same bytes, one or two nanoseconds per entry.
 
-Each public function is one call into compiled code, because a message of a few thousand entries is coded in
-less time than a handful of such calls take.
+Each public function is a single call into compiled code: a few such calls take longer than encoding a message of
+a few thousand entries.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from ..coding import LANES, PRIME, IndexCode, elias_fano_words, padded
+from ..coding import LANES, PRIME, IndexCode
+from ..types import elias_fano_words, padded
 from ..values import VALUE_WIDTHS
 from .values import read_values, write_values
-from .vector import trailing_zeros
-
-compiled = njit(nogil=True, cache=True)
+from .vector import compiled, trailing_zeros
 
 _RAW32, _RAW64, _DELTA8, _DELTA16, _ELIAS_FANO = (
     int(IndexCode[name]) for name in ("RAW32", "RAW64", "DELTA8", "DELTA16", "ELIAS_FANO")
@@ -98,9 +96,10 @@ def _write_highs(indices, base, low, highs):
 
 
 @compiled
-def _store_lows(indices, base, lows):
+def _write_offsets(indices, base, out):
+    """Each offset, or as many of its low bits as a cell of `out` has."""
     for j in range(indices.size):
-        lows[j] = indices[j] - base
+        out[j] = indices[j] - base
 
 
 @compiled
@@ -122,16 +121,16 @@ def _pack_lows(indices, base, low, lows):
 
 @compiled
 def _elias_fano_encode(indices, base, span, low, out):
-    """Whole bytes of low bits are stored as they are; any other number of them is packed. Same layout."""
+    """Whole bytes of low bits are stored directly, any other number of bits is packed. The layout is the same."""
     words = out.view(np.uint64)
     low_words = _words(indices.size, span, low)[0]
     words[:] = 0
     if indices.size == 0:
         return
     if low == 8:
-        _store_lows(indices, base, words[:low_words].view(np.uint8))
+        _write_offsets(indices, base, words[:low_words].view(np.uint8))
     elif low == 16:
-        _store_lows(indices, base, words[:low_words].view(np.uint16))
+        _write_offsets(indices, base, words[:low_words].view(np.uint16))
     elif low:
         _pack_lows(indices, base, low, words[:low_words])
     _write_highs(indices, base, low, words[low_words:])
@@ -139,7 +138,7 @@ def _elias_fano_encode(indices, base, span, low, out):
 
 @compiled
 def _read_highs(highs, low, base, span, out):
-    """The high parts, shifted, plus base, in out; False if their number is not that of out."""
+    """Decode the high parts, shifted, plus base into out. False if their number is not that of out."""
     j = 0
     for w in range(highs.size):
         bits = highs[w]
@@ -210,12 +209,6 @@ def _elias_fano_decode(stream, low, base, span, out):
 
 
 @compiled
-def _write_raw(indices, start, out):
-    for j in range(indices.size):
-        out[j] = indices[j] - start
-
-
-@compiled
 def write_indices(indices, code, low, start, span, out):
     if code == _ELIAS_FANO:
         _elias_fano_encode(indices, start, span, low, out)
@@ -224,9 +217,9 @@ def write_indices(indices, code, low, start, span, out):
     elif code == _DELTA16:
         _delta_encode(indices, start, 16, out.view(np.uint16))
     elif code == _RAW32:
-        _write_raw(indices, start, out.view(np.uint32))
+        _write_offsets(indices, start, out.view(np.uint32))
     elif code == _RAW64:
-        _write_raw(indices, start, out.view(np.int64))
+        _write_offsets(indices, start, out.view(np.int64))
 
 
 @compiled

@@ -1,8 +1,9 @@
-"""Memory in pieces on CPUs: one call into compiled code for all of them, by their addresses."""
+"""Vectors in pieces on CPUs: one call into compiled code for all pieces, by their addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,22 +12,22 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from ..pieces import edges_of, select_in_turn
-from ..types import Picked, float32, index_dtype
-from .selection import accumulate_select, compiled, higher, select_one
+from ..pieces import select_in_turn
+from ..types import Picked, edges_of, index_dtype, threshold_pair
+from .selection import accumulate_select, select_one
 from .sparse import add_one, assign_one
-from .vector import pointer
+from .vector import compiled, pointer
 
 
 def _addresses(pieces: Sequence[Tensor], edges: Sequence[int]) -> Any:
-    """Compiled code believes them, so that they are looked at here."""
+    """The addresses of the pieces. Compiled code trusts them, so this checks dtype, device and size."""
     for piece, (start, stop) in zip(pieces, pairwise(edges), strict=True):
         if piece.dtype != torch.float32 or not piece.is_cpu or not piece.is_contiguous():
             raise ValueError(
                 f"kernels need contiguous float32 in host memory, got {piece.dtype} on {piece.device}"
             )
         if piece.numel() != stop - start:
-            raise ValueError(f"a piece of {piece.numel()} entries where {stop - start} are expected")
+            raise ValueError(f"piece has {piece.numel()} entries, expected {stop - start}")
     return np.array([piece.data_ptr() for piece in pieces], np.int64)
 
 
@@ -49,17 +50,17 @@ def _select(residuals, grads, edges, threshold, higher, indices, values):
 def accumulate_select_pieces(
     residuals: Sequence[Tensor], grads: Sequence[Tensor], threshold: float, capacity: int
 ) -> Picked:
-    if torch.get_num_threads() > 1:  # which share each of the pieces
+    if torch.get_num_threads() > 1:  # then each piece is shared among the threads
         return select_in_turn(accumulate_select, residuals, grads, threshold, capacity)
     edges = edges_of(residuals)
-    low, room = float32(threshold), min(capacity, edges[-1])
+    (low, higher), room = threshold_pair(threshold), min(capacity, edges[-1])
     indices, values = torch.empty(room, dtype=index_dtype(edges[-1])), torch.empty(room)
     count, above, finite = _select(
         _addresses(residuals, edges),
         _addresses(grads, edges),
         np.array(edges),
         low,
-        higher(low),
+        higher,
         indices.numpy(),
         values.numpy(),
     )
@@ -68,7 +69,7 @@ def accumulate_select_pieces(
 
 @compiled
 def _put(pieces, edges, indices, values, factor, clear):
-    """Add what falls into each piece, or clear it and then assign."""
+    """Add the values of each piece or, with clear, assign them and zero the rest."""
     found, start = 0, 0
     for piece in range(pieces.size):
         out = carray(pointer(pieces[piece], values), edges[piece + 1] - edges[piece])
@@ -82,7 +83,9 @@ def _put(pieces, edges, indices, values, factor, clear):
     return found
 
 
-def _put_all(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float, clear: bool) -> int:
+def _put_all(
+    pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0, *, clear: bool
+) -> int:
     edges = edges_of(pieces)
     if values.dtype != torch.float32 or values.numel() != indices.numel():
         raise ValueError(f"{values.numel()} values of {values.dtype} for {indices.numel()} indices: need float32")
@@ -92,9 +95,5 @@ def _put_all(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: 
     return int(_put(_addresses(pieces, edges), starts, indices.numpy(), values.numpy(), by, clear))
 
 
-def scatter_add_pieces_(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0) -> int:
-    return _put_all(pieces, indices, values, factor, False)
-
-
-def assign_pieces_(pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0) -> int:
-    return _put_all(pieces, indices, values, factor, True)
+scatter_add_pieces_ = partial(_put_all, clear=False)
+assign_pieces_ = partial(_put_all, clear=True)

@@ -1,7 +1,7 @@
 """Selection on CPUs, compiled by Numba: one pass over memory.
 
-Large inputs are cut into slices for a small pool of our own: Numba's threading layers must not be entered
-from several threads at once.
+Large inputs are split into slices for a small thread pool: Numba's threading layers must not be entered from
+several threads at once.
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-from ..types import SLOPE_STEP, Picked, float32, index_dtype
-from .vector import WIDTH, block_select, trailing_zeros
+from ..types import Picked, index_dtype, threshold_pair
+from .vector import WIDTH, block_select, compiled, trailing_zeros
 
 _MIN_SLICE = 1 << 19
 _INFINITY = np.float32(np.inf)
 _NUMPY_INDEX = {torch.int32: np.int32, torch.int64: np.int64}
 
-compiled = njit(nogil=True, cache=True)
-
 
 @compiled
 def select_one(x, grad, old, threshold, higher, base, indices, values):
-    """One pass: add grad to x (unless None), keep x as it was in old (unless None), note what is large."""
+    """One pass: add grad to x (unless None), store the old x in old (unless None), collect the large entries."""
     count, above, finite = 0, 0, True
     capacity = indices.size
     whole = x.size // WIDTH * WIDTH
@@ -46,7 +43,7 @@ def select_one(x, grad, old, threshold, higher, base, indices, values):
             count += 1
             above += magnitude >= higher
             finite &= magnitude < _INFINITY
-    for i in range(whole, x.size):  # the same once more for the rest: sharing the body costs 5 % in the loop above
+    for i in range(whole, x.size):  # the remainder; sharing the body would slow the loop above by 5 %
         if grad is not None:
             before = x[i]
             x[i] = before + grad[i]
@@ -69,12 +66,12 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="oktopk-kernel")
 
 
-if hasattr(os, "register_at_fork"):  # a forked child has the pool, but not its threads
+if hasattr(os, "register_at_fork"):  # a forked child has the pool but not its threads
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def in_slices(n: int, run: Callable[[int, int], Any]) -> list[Any]:
-    """run(start, stop) over equal slices of [0, n), one per torch thread, results in order."""
+    """Call run(start, stop) on equal slices of [0, n), one for each torch thread. Results are in order."""
     threads = max(1, min(torch.get_num_threads(), n // _MIN_SLICE))
     if threads == 1:
         return [run(0, n)]
@@ -83,21 +80,16 @@ def in_slices(n: int, run: Callable[[int, int], Any]) -> list[Any]:
     return [run(0, edges[1])] + [future.result() for future in futures]
 
 
-def higher(threshold: np.float32) -> np.float32:
-    """The other threshold that is counted at."""
-    return float32(float(np.float32(SLOPE_STEP)) * float(threshold))
-
-
 def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: float, capacity: int) -> Picked:
     dtype = index_dtype(x.numel())
-    low = float32(threshold)
+    low, higher = threshold_pair(threshold)
 
     def run(start: int, stop: int) -> tuple[Any, Any, int, int, bool]:
         room = min(capacity, stop - start)
         indices, values = np.empty(room, _NUMPY_INDEX[dtype]), np.empty(room, np.float32)
         added = None if grad is None else grad[start:stop].numpy()
         old = added if keep_old else None
-        found = select_one(x[start:stop].numpy(), added, old, low, higher(low), start, indices, values)
+        found = select_one(x[start:stop].numpy(), added, old, low, higher, start, indices, values)
         stored = min(room, found[0])
         return indices[:stored], values[:stored], *found
 

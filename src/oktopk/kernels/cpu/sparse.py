@@ -1,4 +1,4 @@
-"""Arithmetic with sparse vectors on CPUs: add, assign, sum, compare."""
+"""Sparse vector arithmetic on CPUs: filter, add, assign, sum, intersect."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from ..types import float32
-from .selection import compiled
-from .vector import WIDTH, pointer, prefetch, stream_block, trailing_zeros
+from .vector import WIDTH, compiled, pointer, prefetch, stream_block, trailing_zeros
 
 _ONE = np.float32(1)
 _AHEAD = 24
-"""How many entries ahead memory is asked for: they lie far apart, and no processor guesses where."""
+"""Prefetch distance in entries: they lie far apart, which defeats the hardware prefetcher."""
 
 
 @compiled
 def _filter(indices, values, threshold, out_indices, out_values):
     count = 0
     for j in range(values.size):
-        # Written always, kept only if it is large: no branch to mispredict.
+        # Always written, kept only if large enough: no branch to mispredict.
         out_indices[count] = indices[j]
         out_values[count] = values[j]
         count += abs(values[j]) >= threshold
@@ -37,7 +36,7 @@ def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[
 
 @compiled
 def add_one(out, indices, values, base, factor):
-    """out += factor * values. Indices count from `base`, where `out` begins. Returns how the non-zeros grew."""
+    """Compute out += factor * values, with indices relative to `base`. Returns the growth of the non-zeros."""
     grown = 0
     for j in range(indices.size):
         prefetch(out, np.int64(indices[min(j + _AHEAD, indices.size - 1)]) - base)
@@ -54,14 +53,14 @@ def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
 
 
 _SHEET = 1 << 12
-"""Entries of a result that are put together at a time, in the fastest cache."""
+"""Entries of a result assembled at a time, in the L1 cache."""
 
 
 @compiled
 def assign_one(out, address, indices, values, base, factor):
-    """factor * values go past the caches, in aligned blocks, and no line is read: the optimizer comes much later.
+    """Overwrite out with factor * values by non-temporal stores of aligned blocks: nothing reads it back soon.
 
-    It is put together sheet by sheet; what a sheet had is cleared again for the next one.
+    The result is assembled sheet by sheet; the entries of a sheet are cleared for the next one.
     """
     first = min(out.size, -address % (4 * WIDTH) // 4)
     whole = first + (out.size - first) // WIDTH * WIDTH
@@ -72,7 +71,7 @@ def assign_one(out, address, indices, values, base, factor):
         begin, origin = j, base + start
         while j < indices.size and indices[j] < base + stop:
             value = factor * values[j]
-            sheet[np.uint64(indices[j] - origin)] = value  # unsigned: a place never counts from the end
+            sheet[np.uint64(indices[j] - origin)] = value  # unsigned: never a negative index
             found += value != 0
             j += 1
         for i in range(0, stop - start, WIDTH):
@@ -84,7 +83,7 @@ def assign_one(out, address, indices, values, base, factor):
 
 @compiled
 def _assign_plain(out, start, stop, indices, values, base, factor, j):
-    """The same from start to stop without blocks; returns the first entry beyond, and how many are not zero."""
+    """The same from start to stop with plain stores. Returns the next entry and the number of non-zeros."""
     found = 0
     for i in range(start, stop):
         out[i] = 0
@@ -101,12 +100,12 @@ def assign_(out: Tensor, indices: Tensor, values: Tensor) -> int:
 
 
 _TILE = 1 << 14
-"""Entries of a region that are summed at a time: they stay in the fastest caches."""
+"""Entries of a region summed at a time: they stay in the L1 and L2 caches."""
 
 
 @compiled
 def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices, out_values):
-    """Parts lie at these addresses. Tile by tile: add all parts, write out what was touched, clear."""
+    """Sum the parts at these addresses tile by tile: add all parts, write the touched entries, clear them."""
     at = np.zeros_like(sizes)
     count = 0
     for start in range(0, span, _TILE):
@@ -117,7 +116,7 @@ def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices
             indices = carray(pointer(index_at[part], out_indices), size)
             values = carray(pointer(value_at[part], out_values), size)
             while j < size and indices[j] < stop:
-                i = np.uint64(indices[j] - origin)  # unsigned: a place never counts from the end
+                i = np.uint64(indices[j] - origin)  # unsigned: never a negative index
                 sums[i] += values[j]
                 touched[i >> np.uint64(6)] |= np.uint64(1) << (i & np.uint64(63))
                 j += 1
@@ -138,10 +137,10 @@ def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices
 def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:
     every = [(indices.contiguous(), values.contiguous()) for indices, values in parts]
     dtype, sizes = every[0][0].dtype, np.array([indices.numel() for indices, _ in every])
-    for indices, values in every:  # compiled code believes their addresses
+    for indices, values in every:  # compiled code trusts their addresses
         typed = indices.dtype == dtype and values.dtype == torch.float32 and indices.is_cpu and values.is_cpu
         if not typed or indices.numel() != values.numel():
-            raise ValueError(f"parts of {dtype} and float32 cannot be summed with {indices.dtype}, {values.dtype}")
+            raise ValueError(f"cannot sum parts of {dtype}, float32 with {indices.dtype}, {values.dtype}")
     room = min(int(sizes.sum()), span)
     out_indices, out_values = torch.empty(room, dtype=dtype), torch.empty(room)
     sums, touched = np.zeros(_TILE, np.float32), np.zeros(_TILE // 64, np.uint64)
@@ -154,7 +153,7 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
 
 @compiled
 def _compare(indices, values, others, i, j, count, out_indices, out_values):
-    """One step of a merge. The entry is written always, and kept only if equal: no branch to mispredict."""
+    """One step of a merge. The entry is always written, and kept only if equal: no branch to mispredict."""
     mine, other = indices[i], others[j]
     out_indices[count], out_values[count] = mine, values[i]
     return i + (mine <= other), j + (other <= mine), count + (mine == other)
@@ -162,7 +161,7 @@ def _compare(indices, values, others, i, j, count, out_indices, out_values):
 
 @compiled
 def _common(indices, values, others, out_indices, out_values):
-    """Both halves at the same time: one merge alone waits for its own last step, and leaves the processor idle."""
+    """Intersect both halves in one loop: a single merge depends on its own last step and leaves the CPU idle."""
     half = indices.size // 2
     cut = np.searchsorted(others, indices[half]) if indices.size else 0
     i, j, count = 0, 0, 0

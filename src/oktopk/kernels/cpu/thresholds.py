@@ -1,4 +1,4 @@
-"""Magnitudes on CPUs: the k-th, histograms, moments, and the largest."""
+"""Magnitudes on CPUs: the k-th largest, histograms, moments, the maximum."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import BIN_BITS, SAMPLE, SAMPLE_BLOCK, float32, sample_positions, sample_rank
-from .selection import compiled, in_slices, select
-from .vector import as_bits, as_float
+from ..types import BIN_BITS, float32
+from .selection import in_slices, select
+from .vector import as_bits, as_float, compiled
+
+SAMPLE = 1 << 18
+"""Entries a threshold is estimated from; large enough for 2 % accuracy at 1 % density."""
+
+SAMPLE_BLOCK = 16
+"""Neighbours sampled together: one cache line of floats."""
 
 
 def _kth_of_few(x: Tensor, k: int) -> float:
@@ -28,22 +34,33 @@ def _gather_sample(x, starts, out):
 
 
 @lru_cache(maxsize=8)
-def _positions(n: int) -> Any:
-    return sample_positions(n)
+def sample_positions(size: int) -> Any:
+    """First positions of the cache lines that a sample of `size` entries reads: evenly spread, jittered.
+
+    The jitter is the same on every call, so that equal inputs give equal thresholds.
+    """
+    blocks = SAMPLE // SAMPLE_BLOCK
+    stride = size / blocks
+    jitter = np.random.default_rng(0).random(blocks) * max(stride - SAMPLE_BLOCK, 0.0)
+    starts = (np.arange(blocks) * stride + jitter).astype(np.int64)
+    return np.minimum(starts, size - SAMPLE_BLOCK)
 
 
 def sampled_threshold(x: Tensor, k: int, margin: float = 0.0) -> float:
-    n = x.numel()
-    if n <= 2 * SAMPLE:
-        return _kth_of_few(x, min(n, sample_rank(k, n, n, margin)))
-    starts = _positions(n)
+    """Estimate the k-th largest magnitude of more than SAMPLE entries, `margin` deviations on the low side.
+
+    Neighbours are alike, so the deviation is taken three times as large as for independent draws.
+    """
+    starts = sample_positions(x.numel())
     sample = np.empty(starts.size * SAMPLE_BLOCK, np.float32)
     _gather_sample(x.numpy(), starts, sample)
-    return _kth_of_few(torch.from_numpy(sample), sample_rank(k, n, sample.size, margin))
+    expected = k * sample.size / x.numel()
+    rank = min(sample.size, max(1.0, round(expected + margin * 3.0 * expected**0.5)))
+    return _kth_of_few(torch.from_numpy(sample), int(rank))
 
 
 def kth_magnitude(x: Tensor, k: int) -> float:
-    """Sample, collect in one pass what lies above the estimate, find the k-th among those few."""
+    """Estimate a threshold from a sample, collect what lies above it in one pass, and select among those few."""
     n = x.numel()
     if n <= 2 * SAMPLE or k > n // 4:
         return _kth_of_few(x, k)
@@ -59,7 +76,7 @@ _ROWS = 4
 
 @compiled
 def _histogram(x, first, counts):
-    """Bin 0 has all that lie below. Neighbours count in different rows: twice in a row to one place is slow."""
+    """Bin 0 counts everything below. Neighbours use different rows: repeated updates of one counter are slow."""
     below, last = np.int64(first - 1), np.int64(counts.shape[1] - 1)
     for i in range(x.size):
         at = np.int64((as_bits(x[i]) & np.uint32(0x7FFFFFFF)) >> np.uint32(BIN_BITS))
@@ -93,7 +110,7 @@ def magnitude_moments(x: Tensor) -> tuple[float, float]:
 
 @compiled
 def _scale(x, factor):
-    """Magnitudes are ordered like their bits, a NaN above all of them; of signed integers LLVM makes vectors."""
+    """Magnitudes are ordered like their bits, NaN above all. LLVM vectorises the maximum of signed integers."""
     largest = np.int32(0)
     for i in range(x.size):
         value = x[i] * factor

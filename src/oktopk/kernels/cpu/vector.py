@@ -1,7 +1,7 @@
-"""LLVM building blocks that Numba does not offer by itself.
+"""LLVM intrinsics that Numba does not provide.
 
-A block of 32 floats is loaded, added, stored and compared as one vector, and the comparison comes back as
-the 32 bits of an integer. LLVM legalises the vector to whatever the processor has.
+A block of 32 floats is loaded, added, stored and compared as one vector, and the comparison returns a 32-bit mask.
+LLVM maps the vector to the registers of the processor.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
+
+compiled = njit(nogil=True, cache=True)
+"""Compile a kernel: it releases the GIL, and the machine code is cached on disk."""
 
 WIDTH = 32
 _FLOATS = ir.VectorType(ir.FloatType(), WIDTH)
@@ -37,7 +40,7 @@ def _at_least(builder: Any, x: Any, threshold: Any) -> Any:
 def block_select(typing_context: Any, x: Any, grad: Any, old: Any, start: Any, threshold: Any) -> Any:
     """Mask of the entries of x[start:start+32] that are at least the threshold in magnitude.
 
-    If grad is an array, it is added to x first. If old is one, it receives x as it was; it may be grad itself.
+    If grad is an array, it is added to x first. If old is an array, it receives the old x; it may be grad itself.
     """
     add, keep = (isinstance(array, types.Array) for array in (grad, old))
 
@@ -60,7 +63,7 @@ def block_select(typing_context: Any, x: Any, grad: Any, old: Any, start: Any, t
 
 @intrinsic
 def stream_block(typing_context: Any, x: Any, start: Any, source: Any, at: Any) -> Any:
-    """x[start:start+32] = source[at:at+32] past the caches; x[start] must lie at a multiple of 128 bytes.
+    """Non-temporal x[start:start+32] = source[at:at+32]; x[start] must be aligned to 128 bytes.
 
     Returns start.
     """
@@ -79,7 +82,7 @@ def stream_block(typing_context: Any, x: Any, start: Any, source: Any, at: Any) 
 
 @intrinsic
 def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
-    """Ask for the cache line of x[at], which will be written soon; a wrong place does no harm. Returns at."""
+    """Prefetch the cache line of x[at] for writing; an invalid index is harmless. Returns at."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -95,7 +98,7 @@ def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
 
 @intrinsic
 def pointer(typing_context: Any, address: Any, like: Any) -> Any:
-    """To numbers of the type that the array `like` has: compiled code believes the address."""
+    """A pointer to elements of the type of array `like`. The address is not checked."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_data_type(like.dtype).as_pointer())

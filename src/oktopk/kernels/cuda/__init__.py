@@ -1,7 +1,7 @@
 """The kernels for GPUs, compiled by Triton; equal to `reference` to the bit.
 
-Selection is three launches: count per block, add up the counts, write each block's share to its place. What a
-kernel says in Python numbers is read in one transfer, the only point where the host waits for the device.
+Selection takes three launches: count per block, cumulative sum, write each block's entries. The host reads all
+scalar results of a kernel in one transfer, the only point where it waits for the device.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import reference
 from ..pieces import put_in_turn, select_in_turn
-from ..types import BIN_BITS, SLOPE_STEP, Picked, float32, index_dtype
+from ..types import BIN_BITS, Picked, float32, index_dtype, threshold_pair
 from . import kernels as cuda_kernels
 
 BLOCK = 1024
-"""Entries that one program of a launch looks at."""
+"""Entries per program of a launch."""
 
 _TOUCHED = 0.5
-"""Below the mark of what was touched, 1, and above that of what was not."""
+"""Threshold between touched entries, marked 1, and others, marked 0."""
 
 first_equal = reference.first_equal
 kth_magnitude = reference.kth_magnitude
-sampled_threshold = reference.sampled_threshold
 magnitude_moments = reference.magnitude_moments
 common = reference.common
 assign_ = reference.assign_
@@ -40,7 +38,7 @@ def _blocks(x: Tensor) -> int:
 
 
 def _on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Launches go to the device that is current in this thread; a worker thread starts with the first one."""
+    """Make the tensor's device current: kernels launch on the current device, in a new thread device 0."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -48,7 +46,7 @@ def _tally(
     x: Tensor, threshold: float, higher: float,
     grad: Tensor | None = None, keep_old: bool = False, nan: bool = True,
 ) -> Tensor:  # fmt: skip
-    """For each block, how many entries are chosen, are `higher`, are not finite up to its end; x is not empty."""
+    """Cumulative counts by block: entries selected, at least `higher`, and non-finite. x must not be empty."""
     blocks = _blocks(x)
     tallies = torch.empty(3, blocks, dtype=torch.int32, device=x.device)
     cuda_kernels.tally[(blocks,)](
@@ -62,7 +60,7 @@ def _compact(
     x: Tensor, values: Tensor, out: tuple[Tensor, Tensor], ends: Tensor, threshold: float,
     listed: Tensor | None = None, base: int = 0, nan: bool = True,
 ) -> None:  # fmt: skip
-    """Fill `out` with the indices and the values of what `_tally` has counted in x, as far as there is room."""
+    """Write the indices and values of the entries that `_tally` counted in x to `out`, up to its capacity."""
     cuda_kernels.compact[(_blocks(x),)](
         x, x if listed is None else listed, values, ends, *out, x.numel(), out[0].numel(), threshold, base,
         LISTED=listed is not None, NAN_TOO=nan, BLOCK=BLOCK,
@@ -73,8 +71,7 @@ def _compact(
 
 
 def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: float, capacity: int) -> Picked:
-    low = float(float32(threshold))
-    higher = float(float32(float(np.float32(SLOPE_STEP)) * low))
+    low, higher = map(float, threshold_pair(threshold))
     room = min(capacity, x.numel())
     indices = torch.empty(room, dtype=index_dtype(x.numel()), device=x.device)
     values = torch.empty(room, device=x.device)
@@ -99,9 +96,9 @@ def accumulate_select(
 
 
 def magnitude_histogram(x: Tensor, first: int, bins: int) -> list[int]:
-    """As the reference, without its masks and maxima, for each of which the host would wait."""
+    """Like the reference, without masks and maxima, each of which would make the host wait."""
     at = (x.abs().view(torch.int32) >> BIN_BITS).long() - first
-    counts = torch.zeros(1 + bins, dtype=torch.int64, device=x.device)  # the first one: below all bins
+    counts = torch.zeros(1 + bins, dtype=torch.int64, device=x.device)  # the first: below all bins
     counts.scatter_add_(0, at.clamp_(-1, bins - 1) + 1, torch.ones_like(at))
     return list(counts[1:].tolist())
 

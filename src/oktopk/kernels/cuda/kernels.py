@@ -1,10 +1,10 @@
 """The Triton kernels behind `cuda`: what one block of a launch does.
 
-No two blocks of a launch touch the same place, and none waits for another: what a block needs of the others (where
-its output starts) is the result of an earlier launch. So there is nothing to race for, and the output is in order.
+Blocks of a launch write disjoint memory and never wait for each other: what a block needs from the others (where
+its output starts) comes from an earlier launch. There are no races, and the output is in order.
 
-Numbers that change from step to step are not specialised, or a count that happens to be a multiple of 16 would
-compile a kernel anew in the middle of training.
+Numbers that change from step to step are not specialised: otherwise a count that happens to be a multiple of 16
+would compile the kernel again in the middle of training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _places(BLOCK: tl.constexpr):
 
 @triton.jit
 def _chosen(magnitude, threshold, NAN_TOO: tl.constexpr):
-    """At least the threshold; a NaN, which is not less than anything either, only if wanted."""
+    """Whether magnitudes reach the threshold. A NaN counts only with NAN_TOO."""
     if NAN_TOO:
         chosen = ~(magnitude < threshold)
     else:
@@ -33,9 +33,9 @@ def tally(
     x, grad, tallies, size, blocks, threshold, higher,
     ADD: tl.constexpr, KEEP_OLD: tl.constexpr, NAN_TOO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count what a block has: entries that are chosen, that are `higher`, that are not finite.
+    """Count the entries of a block that are selected, at least `higher`, and non-finite.
 
-    With ADD, grad is added to x first; with KEEP_OLD, grad then receives x as it was.
+    With ADD, grad is added to x first; with KEEP_OLD, grad receives the old x.
     """
     at = _places(BLOCK)
     inside = at < size
@@ -59,10 +59,10 @@ def compact(
     x, indices, values, ends, out_indices, out_values, size, capacity, threshold, base,
     LISTED: tl.constexpr, NAN_TOO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries whose x is chosen, in order, as many as there is room for.
+    """Write the selected entries in order, up to the capacity.
 
-    An entry has its value and its place plus base or, if entries are LISTED, its index. `ends` has for each block
-    how many are chosen up to its end.
+    The index of an entry is its position plus base or, with LISTED, that in `indices`. `ends` has the cumulative
+    count of selected entries at the end of each block.
     """
     at = _places(BLOCK)
     inside = at < size
@@ -80,7 +80,7 @@ def compact(
 
 @triton.jit(do_not_specialize=["size"])
 def scatter_add(out, indices, values, grown, size, BLOCK: tl.constexpr):
-    """out[indices] += values; `grown` gets for each block by how much the number of non-zeros grew."""
+    """Compute out[indices] += values; `grown` gets the growth of the number of non-zeros for each block."""
     at = _places(BLOCK)
     inside = at < size
     target = out + tl.load(indices + at, mask=inside, other=0).to(tl.int64)
@@ -93,7 +93,7 @@ def scatter_add(out, indices, values, grown, size, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "base"])
 def add_to_region(sums, touched, indices, values, size, base, BLOCK: tl.constexpr):
-    """Add a sparse part to a dense region that starts at base, and mark what it touches."""
+    """Add a sparse part to a dense region that starts at base, and mark the touched entries."""
     at = _places(BLOCK)
     inside = at < size
     place = tl.load(indices + at, mask=inside, other=0).to(tl.int64) - base

@@ -1,4 +1,4 @@
-"""Where events go: memory, JSONL, CSV, TensorBoard, the trainer's three lists, a trace for Perfetto."""
+"""Sinks for events: memory, JSON lines, CSV, TensorBoard, the trainer's lists, a trace for Perfetto."""
 
 from .base import Sink
 from .csvfile import CSVSink

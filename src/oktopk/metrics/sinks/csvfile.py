@@ -1,4 +1,4 @@
-"""Events as a table, for spreadsheets and data frames."""
+"""Events as a CSV table, for spreadsheets and data frames."""
 
 from __future__ import annotations
 
@@ -16,9 +16,28 @@ COLUMNS = {"step": STEP_COLUMNS, "reduction": REDUCTION_COLUMNS}
 
 
 class CSVSink(Sink):
-    """One row per step, or per reduction: the columns are those of JSONLSink's lines, an empty cell is null.
+    """Writes one row per step or per reduction, with the columns of JSONLSink. An empty cell means null.
 
-    An existing file is continued, if its columns are the same.
+    Args:
+        path: The file. An existing one is appended to if its columns are the same.
+        of: "step" for a row per step, "reduction" for a row per reduction of a bucket.
+
+    Raises:
+        ValueError: The file exists with other columns.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import oktopk, tempfile, torch
+        >>> from pathlib import Path
+        >>> from oktopk.metrics.sinks import CSVSink
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "metrics.csv")
+        ...     with oktopk.AllReducer(parameters, density=0.1, sinks=[CSVSink(path)]) as reducer:
+        ...         grads = reducer.sync({"w": torch.ones(50)})
+        ...     lines = path.read_text().splitlines()
+        >>> [line[:25] for line in lines]
+        ['event,step,phase,buckets,', 'step,0,dense,1,50,50,50,5']
     """
 
     def __init__(self, path: str | os.PathLike[str], of: str = "step") -> None:
@@ -37,10 +56,10 @@ class CSVSink(Sink):
         found = file.first_line().decode(errors="replace")
         if found.rstrip("\r\n") != header.rstrip("\n"):
             raise ValueError(
-                f"{file.path} has other columns than those of a {self.of}: metrics need a file of their own"
+                f"{file.path} exists with other columns than {self.of} events have: choose another file"
                 f" ({_difference(found.rstrip().split(','), COLUMNS[self.of])})"
             )
-        # A row may be cut anywhere, even inside its last number: only the header can be known to be whole.
+        # A row may be truncated anywhere, even inside its last number: only the header is known to be complete.
         file.finish_last_line(whole=lambda line: line == found.encode(), ours=lambda _: True)
 
     def _write(self, event: StepEvent) -> None:
@@ -48,7 +67,7 @@ class CSVSink(Sink):
         if rows:
             self._file.write(_text(row.values() for row in rows))
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Files of lines that a later run goes on with."""
+"""Line files that a later run appends to."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import BinaryIO
 log = logging.getLogger(__name__)
 
 TAIL = 1 << 20
-"""How far back the start of an unfinished line is looked for, in bytes."""
+"""Bytes at the end of a file in which the start of its last line is searched."""
 
 
 class LineFile:
-    """Appends whole lines, and hands them to the system at once: they survive the end of the process.
+    """Appends whole lines and flushes them at once, so that they survive the end of the process.
 
-    A missing folder is made. A path that cannot be written to is an error here, not in the middle of a run;
-    `check` looks at what an existing file holds, puts it in order, and may refuse it.
+    Creates missing folders. A path that cannot be written raises here, not in the middle of a run.
+
+    Args:
+        path: The file to append to.
+        check: Called with the open file, to repair the end of an existing file or to reject the file by raising.
     """
 
     def __init__(self, path: str | os.PathLike[str], check: Callable[[LineFile], None]) -> None:
@@ -27,7 +30,7 @@ class LineFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115 - close() closes it
         except OSError as error:
-            message = f"metrics cannot be written here: {error.strerror}"
+            message = f"cannot write metrics: {error.strerror}"
             raise OSError(error.errno, message, str(self.path)) from error
         try:
             check(self)
@@ -44,26 +47,26 @@ class LineFile:
         return self._file.readline()
 
     def last_line(self) -> bytes:
-        """With its line feed, unless a killed process left it unfinished."""
+        """The last line, with its line feed unless a killed process left the line unfinished."""
         self._file.seek(max(0, self.size - TAIL))
         tail = self._file.read()
         return tail[tail.rfind(b"\n", 0, -1) + 1 :]
 
     def finish_last_line(self, whole: Callable[[bytes], bool], ours: Callable[[bytes], bool]) -> None:
-        """Give a whole line the line feed it lacks, and cut off an unfinished one, if it is one of ours."""
+        """Add a missing line feed to a whole line, and remove an unfinished line if a sink wrote it."""
         line = self.last_line()
         if not line or line.endswith(b"\n"):
             return
         if whole(line):
             self.write("\n")
         elif ours(line):
-            log.warning("%s: cut off an unfinished line of %d bytes", self.path, len(line))
-            self.cut(len(line))
+            log.warning("%s: removed an unfinished line of %d bytes", self.path, len(line))
+            self.truncate_by(len(line))
         else:
-            raise ValueError(f"{self.path} holds something else: it ends in a line that is not one of metrics")
+            raise ValueError(f"{self.path} is not a metrics file, judging by its last line: choose another file")
 
-    def cut(self, count: int) -> None:
-        """Take away the last bytes."""
+    def truncate_by(self, count: int) -> None:
+        """Remove the last `count` bytes."""
         self._file.truncate(self.size - count)
 
     def write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""An event as one flat row: the same names, with their units, in every file and every picture."""
+"""Events as flat rows: the same column names, with units, in every file and chart."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..events import ReductionEvent, Seconds, StepEvent, Volume, Wire, combine
+from ..events import ReductionEvent, StepEvent, Volume, combine, make_event
 
 Value = str | int | float | bool | None
-"""None where there is no number: a float that is not finite has no place in JSON, nor in an average."""
+"""None stands for a missing or non-finite number: JSON has no NaN, and an average must not contain one."""
 Row = dict[str, Value]
 
 
 def flat_step(event: StepEvent) -> Row:
+    """The row of a step."""
     row: Row = finite(
         {
             "event": "step",
@@ -32,6 +33,7 @@ def flat_step(event: StepEvent) -> Row:
 
 
 def flat_reduction(event: ReductionEvent) -> Row:
+    """The row of one reduction."""
     row: Row = finite(
         {
             "event": "reduction",
@@ -49,7 +51,7 @@ def flat_reduction(event: ReductionEvent) -> Row:
 
 
 def flat_traffic(event: StepEvent) -> list[dict[str, Any]]:
-    """What each operation moved. `sizes` counts messages by powers of two: "12" those of [4096, 8192) bytes."""
+    """The traffic by operation. `sizes` counts messages by powers of two: "12" those of [4096, 8192) bytes."""
     return [
         {"operation": operation.name, "stage": operation.phase, "control": operation.control, **asdict(moved)}
         for operation, moved in event.traffic.items()
@@ -57,7 +59,8 @@ def flat_traffic(event: StepEvent) -> list[dict[str, Any]]:
 
 
 def _shared(event: StepEvent | ReductionEvent) -> Row:
-    volume, wire, seconds = event.volume, event.wire, event.seconds
+    """The columns that steps and reductions have in common."""
+    volume, seconds = event.volume, event.seconds
     return {
         "size_entries": volume.size,
         "count": volume.count,
@@ -70,18 +73,8 @@ def _shared(event: StepEvent | ReductionEvent) -> Row:
         "local_density": event.local_density,
         "global_density": event.global_density,
         "residual_norm": event.residual_norm,
-        "sent_bytes": wire.sent_bytes,
-        "received_bytes": wire.received_bytes,
-        "sent_messages": wire.sent_messages,
-        "received_messages": wire.received_messages,
-        "control_bytes": wire.control_bytes,
-        "modelled_bytes": wire.modelled_bytes,
-        "select_seconds": seconds.select,
-        "encode_seconds": seconds.encode,
-        "exchange_seconds": seconds.exchange,
-        "decode_seconds": seconds.decode,
-        "wait_seconds": seconds.wait,
-        "other_seconds": seconds.other,
+        **vars(event.wire),
+        **{f"{stage}_seconds": spent for stage, spent in vars(seconds).items()},
         "busy_seconds": seconds.total,
         "elapsed_seconds": event.stop - event.start,
         "slowest_rank": event.slowest_rank,
@@ -92,7 +85,7 @@ def _shared(event: StepEvent | ReductionEvent) -> Row:
 
 
 def finite(value: Any) -> Any:
-    """The value, with None for every number in it that is not finite."""
+    """Replace every non-finite number in a value by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -103,11 +96,7 @@ def finite(value: Any) -> Any:
 _NOTHING: dict[str, Any] = {"skipped": False, "start": 0.0, "stop": 0.0}
 
 STEP_COLUMNS = tuple(flat_step(combine(0, (), culprits=(), handed_over=0.0, **_NOTHING)))
-REDUCTION_COLUMNS = tuple(
-    flat_reduction(
-        ReductionEvent(*(0, 0, "", "", Volume(), 0, 0, 0.0, 0.0, False, 0.0, Wire(), Seconds(), None), **_NOTHING)
-    )
-)
+REDUCTION_COLUMNS = tuple(flat_reduction(make_event(0, 0, "", "", Volume(), 0)))
 
 LABELS = frozenset(
     {
@@ -115,4 +104,4 @@ LABELS = frozenset(
         *("start_seconds", "handed_over_seconds", "stop_seconds"),
     }
 )
-"""Columns that say which event it was, of what kind and when: an average over them means nothing."""
+"""Columns that identify an event: an average over them means nothing."""

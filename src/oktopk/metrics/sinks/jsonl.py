@@ -1,4 +1,4 @@
-"""Events as lines of JSON, for programs."""
+"""Events as JSON lines, for programs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,29 @@ def parses(line: bytes) -> bool:
 
 
 class JSONLSink(Sink):
-    """One line per reduction, then one for their step: where a step stands, all of it stands. The step's line has
-    its traffic, too: what each operation moved, with the sizes of messages.
+    """Writes one line per reduction, then the line of their step with the traffic by operation.
 
-    An existing file is continued. A run that resumes from a checkpoint repeats the steps since then: of two
-    lines for the same step, the later one counts.
+    If a step's line is in the file, the lines of its reductions are too. A run that resumes from a checkpoint
+    repeats the steps since then: of two lines for the same step, the later one counts.
+
+    Args:
+        path: The file. An existing one is appended to.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import json, oktopk, tempfile, torch
+        >>> from pathlib import Path
+        >>> from oktopk.metrics.sinks import JSONLSink
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "metrics.jsonl")
+        ...     with oktopk.AllReducer(parameters, density=0.1, sinks=[JSONLSink(path)]) as reducer:
+        ...         grads = reducer.sync({"w": torch.ones(50)})
+        ...     rows = [json.loads(line) for line in path.read_text().splitlines()]
+        >>> [(row["event"], row["step"], row["payload_bytes"]) for row in rows]
+        [('reduction', 0, 200), ('step', 0, 200)]
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -42,11 +60,11 @@ class JSONLSink(Sink):
         self._file.write("".join(encode(row) + "\n" for row in rows))
 
     def add(self, event: str, step: int, row: Mapping[str, Any]) -> None:
-        """A line of another kind among the others, such as a validation."""
+        """Write a line of another kind, such as the figures of a validation."""
         with self._lock:
             self._file.write(encode({"event": event, "step": step, **row}) + "\n")
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Events in memory, for notebooks, tests and the summary at the end of an epoch."""
+"""Events in memory, for notebooks, tests and summaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from .flat import LABELS, flat_step
 
 
 class MemorySink(Sink):
-    """Keeps all steps, or the last `limit` of them."""
+    """Keeps the events of the last steps.
+
+    Args:
+        limit: Steps to keep; None keeps all of them.
+
+    Example:
+        >>> import oktopk, torch
+        >>> from oktopk.metrics.sinks import MemorySink
+        >>> sink = MemorySink()
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with oktopk.AllReducer(parameters, density=0.1, warmup_steps=1, sinks=[sink]) as reducer:
+        ...     for _ in range(3):
+        ...         grads = reducer.sync({"w": torch.arange(50.0)})
+        >>> [step.phase for step in sink.steps]
+        ['dense', 'sparse', 'sparse']
+        >>> sink.by_phase()["sparse"]["steps"]
+        2.0
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         if limit is not None and limit < 1:
@@ -21,22 +38,24 @@ class MemorySink(Sink):
 
     @property
     def steps(self) -> list[StepEvent]:
-        """A copy: it stays what it is while training goes on."""
+        """The events of the steps: a copy, which does not change while training continues."""
         return list(self._steps)
 
     @property
     def reductions(self) -> list[ReductionEvent]:
+        """The events of all reductions of these steps."""
         return [reduction for step in self.steps for reduction in step.reductions]
 
     def clear(self) -> None:
-        """Forget all steps, as at the start of an epoch."""
+        """Forget all steps."""
         self._steps.clear()
 
     def by_phase(self) -> dict[str, dict[str, float]]:
-        """For each phase that had a step: how many "steps", and the mean of everything a step measures.
+        """Average the steps of each phase ("dense", "sparse").
 
-        A step without a finite number for some measure does not count in its mean; a measure without any such
-        number is left out. `skipped` is the share of skipped steps.
+        Returns:
+            For each phase with at least one step: the number of "steps", and the mean of every numeric column of a
+            step over the steps where it is finite. `skipped` is the share of skipped steps.
         """
         rows: dict[str, list[dict[str, float]]] = {}
         for step in self.steps:

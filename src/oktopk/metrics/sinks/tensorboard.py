@@ -1,4 +1,4 @@
-"""Events as curves in TensorBoard."""
+"""Events as TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -24,9 +24,29 @@ BUCKET_TAGS = ("local_density", "global_density", "threshold", "residual_norm", 
 
 
 class TensorBoardSink(Sink):
-    """Writes every `every`-th step: tags as volume/sparsity, time/exposed_seconds, bucket 03/threshold;
-    state/sparse_phase goes from 0 to 1 where the sparse phase begins. With `first_step`, what the directory has of
-    this step and later ones is not shown any more: a run goes on there."""
+    """Writes scalars such as volume/sparsity, time/exposed_seconds and bucket 03/threshold.
+
+    state/sparse_phase goes from 0 to 1 at the end of the warm-up.
+
+    Args:
+        directory: The log directory of TensorBoard.
+        every: Write every that many steps.
+        first_step: First step of a resumed run: TensorBoard then hides what the directory has of this and later
+            steps.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+        OSError: The directory cannot be written.
+
+    Example:
+        >>> import oktopk, tempfile, torch
+        >>> from oktopk.metrics.sinks import TensorBoardSink
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sink = TensorBoardSink(folder, every=10)
+        ...     with oktopk.AllReducer(parameters, density=0.1, sinks=[sink]) as reducer:
+        ...         grads = reducer.sync({"w": torch.ones(50)})
+    """
 
     def __init__(self, directory: str | os.PathLike[str], every: int = 1, first_step: int | None = None) -> None:
         if every < 1:
@@ -49,21 +69,21 @@ class TensorBoardSink(Sink):
         self._add(event.step, scalars)
 
     def add(self, step: int, scalars: Mapping[str, Value]) -> None:
-        """Other curves, such as the loss."""
+        """Write other scalars, such as the loss."""
         with self._lock:
             self._add(step, scalars)
 
     def _add(self, step: int, scalars: Mapping[str, Value]) -> None:
-        # All in one record: add_scalar() takes a tenth of a millisecond for each.
+        # One record for all scalars: add_scalar() takes 0.1 ms for each.
         values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items() if x is not None]
         self._writer.file_writer.add_summary(self._summary(value=values), step)
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         self._writer.close()
 
 
 def _tensorboard() -> tuple[Any, Any]:
-    """SummaryWriter and the class of what it writes."""
+    """Import SummaryWriter and Summary."""
     try:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped,import-not-found,unused-ignore]
         from torch.utils.tensorboard import SummaryWriter
@@ -77,5 +97,5 @@ def _open(writer: Any, directory: str | os.PathLike[str], first_step: int | None
         os.makedirs(directory, exist_ok=True)
         return writer(os.fspath(directory), max_queue=100, flush_secs=10, purge_step=first_step)
     except OSError as error:
-        message = f"metrics cannot be written here: {error.strerror}"
+        message = f"cannot write metrics: {error.strerror}"
         raise OSError(error.errno, message, os.fspath(directory)) from error

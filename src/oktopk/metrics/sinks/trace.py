@@ -1,13 +1,13 @@
 """Events as a timeline for ui.perfetto.dev and chrome://tracing.
 
-The file is an array of JSON with one step per line, written as the steps come:
+The file is a JSON array with one step per line, appended step by step:
 
     [
     {"ph":"M","name":"process_name",...},...
     ,{"ph":"X","name":"step 7 (sparse)","ts":...,"dur":...},{"ph":"X","name":"bucket 0 (sparse)",...},...
     ]
 
-Viewers do not need the last line, so that the trace of a killed process opens too.
+Viewers do not need the last line, so they also open the trace of a killed process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,41 @@ from .jsonl import encode, parses
 
 START, END = b"[\n", b"]\n"
 STEPS, WORKER = 0, 1
-"""Tracks of a rank; more workers follow if reductions overlap."""
+"""Track numbers of a rank. Overlapping reductions get further worker tracks."""
 DETAILS = (
     *("phase", "algorithm", "size_entries", "count", "local_density", "global_density", "sent_bytes"),
     *("received_bytes", "exposed_seconds", "hidden_share", "wait_seconds", "slowest_rank", "skipped", "culprits"),
 )
-"""What a viewer shows of the slice one clicks on."""
+"""The columns that a viewer shows for a selected slice."""
 
 
 class TraceSink(Sink):
-    """One process per rank: a track for the steps, with the exposed part of each, and one for the worker, with
-    the stages of each reduction inside it; curves for the bytes sent and the densities.
+    """Writes a timeline for ui.perfetto.dev and chrome://tracing.
 
-    Times are whole microseconds of the wall clock, so that the traces of several ranks line up (merge_traces).
-    An existing trace is continued.
+    Each rank is a process with a track for the steps and the exposed part of each, a track for the worker with
+    the stages of each reduction, and counters for bytes sent and densities. Times are microseconds of the wall
+    clock, so the traces of several ranks line up; merge_traces() joins them.
+
+    Args:
+        path: The file. An existing trace is appended to.
+        rank: The rank to show.
+
+    Raises:
+        ValueError: The file exists and is not a trace.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import json, oktopk, tempfile, torch
+        >>> from pathlib import Path
+        >>> from oktopk.metrics.sinks import TraceSink
+        >>> parameters = [("w", torch.nn.Parameter(torch.ones(50)))]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "trace.json")
+        ...     with oktopk.AllReducer(parameters, density=0.1, sinks=[TraceSink(path)]) as reducer:
+        ...         grads = reducer.sync({"w": torch.ones(50)})
+        ...     events = json.loads(path.read_text())
+        >>> [event["name"] for event in events if event.get("cat") == "step"]
+        ['step 0 (dense)', 'exposed']
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
@@ -52,13 +73,13 @@ class TraceSink(Sink):
 
     def _check(self, file: LineFile) -> None:
         if file.size and file.first_line() != START:
-            raise ValueError(f"{file.path} holds something else: a trace needs a file of its own")
-        # A line may look whole and have lost its last events: it counts only with its line feed.
+            raise ValueError(f"{file.path} is not a trace: choose another file")
+        # A truncated line may still parse without its last events: only the line feed shows that it is complete.
         file.finish_last_line(whole=lambda _: False, ours=lambda line: line[:1] in (b",", b"{"))
         if file.last_line() == END:
-            file.cut(len(END))
-        if file.last_line() == START:  # nothing is in it yet
-            file.cut(len(START))
+            file.truncate_by(len(END))
+        if file.last_line() == START:  # the trace is empty
+            file.truncate_by(len(START))
         names = [
             self._metadata("process_name", STEPS, name=f"rank {self.rank}"),
             self._metadata("process_sort_index", STEPS, sort_index=self.rank),
@@ -70,7 +91,7 @@ class TraceSink(Sink):
     def _write(self, event: StepEvent) -> None:
         self._file.write(_line(self._step(event)))
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         try:
             self._file.write(END.decode())
         finally:
@@ -84,7 +105,7 @@ class TraceSink(Sink):
         ends: list[float] = []  # of the last reduction on each worker track
         for reduction in sorted(event.reductions, key=lambda one: one.start):
             if reduction.stop == 0.0:
-                continue  # its times are not known
+                continue  # no times were recorded
             worker = next((i for i, end in enumerate(ends) if end <= reduction.start), len(ends))
             ends[worker : worker + 1] = [reduction.stop]
             yield from self._reduction(reduction, worker)
@@ -106,19 +127,11 @@ class TraceSink(Sink):
     def _slice(
         self, name: str, kind: str, start: float, stop: float, track: int, row: Row | None = None
     ) -> dict[str, Any]:
-        # Both ends are rounded before the length is taken: what lies inside another slice stays inside.
+        # Round both ends before subtracting: a slice inside another one then stays inside.
         begin, end = self._microseconds(start), self._microseconds(stop)
         args = {key: row[key] for key in DETAILS if row.get(key) is not None} if row else {}
-        place = {"pid": self.rank, "tid": self._thread(track)}
-        return {
-            "ph": "X",
-            "name": name,
-            "cat": kind,
-            "ts": begin,
-            "dur": max(0, end - begin),
-            **place,
-            "args": args,
-        }
+        where = {"ts": begin, "dur": max(0, end - begin), "pid": self.rank, "tid": self._thread(track)}
+        return {"ph": "X", "name": name, "cat": kind, **where, "args": args}
 
     def _counter(self, name: str, at: float, **values: float) -> dict[str, Any]:
         return {"ph": "C", "name": name, "pid": self.rank, "ts": self._microseconds(at), "args": values}
@@ -127,7 +140,7 @@ class TraceSink(Sink):
         return {"ph": "M", "name": kind, "pid": self.rank, "tid": self._thread(track), "args": value}
 
     def _thread(self, track: int) -> int:
-        """Not 0 and not the process's own number, to which viewers give a meaning; and no other rank's."""
+        """A thread id that no other rank has, and not 0 or the process id, which viewers treat specially."""
         return 1000 * (self.rank + 1) + track
 
     def _microseconds(self, at: float) -> int:
@@ -135,9 +148,14 @@ class TraceSink(Sink):
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
-    """One trace of several: those of all ranks of a run. Traces that were never closed are fine.
+    """Merge the traces of all ranks of a run into one, line by line, so that they may be larger than memory.
 
-    Reads and writes line by line: traces may be larger than memory.
+    Args:
+        paths: Traces written by TraceSink, also by processes that were killed.
+        out: The file for the result; must not be one of the paths.
+
+    Raises:
+        ValueError: A file is not a trace, or `out` is one of the paths.
     """
     sources = [Path(path) for path in paths]
     if Path(out).resolve() in [source.resolve() for source in sources]:
@@ -153,26 +171,26 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
 
 
 def _event_lines(path: Path) -> Iterator[bytes]:
-    """The events of a trace, a line of them at a time, without the last line if it is unfinished."""
+    """Read the events of a trace line by line, without an unfinished last line."""
     with open(path, "rb") as file:
         if file.readline() != START:
-            raise ValueError(f"{path} is not a trace of TraceSink")
+            raise ValueError(f"{path} is not a trace written by TraceSink")
         for number, line in enumerate(file, start=2):
             if line == END or not line.endswith(b"\n"):
                 continue
             events = line.strip().removeprefix(b",")
             if not parses(b"[" + events + b"]"):
-                raise ValueError(f"{path}:{number} is no line of a trace")
+                raise ValueError(f"{path}:{number} is not a valid trace line")
             yield events
 
 
 def _line(events: Iterable[dict[str, Any]]) -> str:
-    # One call for all of them: the encoder takes as long to begin as to write an event.
+    # One call for all events: a call costs as much as an event.
     return f",{encode([*events])[1:-1]}\n"
 
 
 def _wall_clock_anchor() -> float:
-    """What to add to perf_counter() to get the time of day: of some tries, the one that was interrupted least."""
+    """The offset from perf_counter() to the time of day, from the least interrupted of several attempts."""
     tries = []
     for _ in range(9):
         before, wall, after = time.perf_counter(), time.time(), time.perf_counter()

@@ -1,4 +1,4 @@
-"""The three lists on a trainer: sparsities, compression_ratios, communication_sizes."""
+"""Three lists on a trainer object: sparsities, compression_ratios, communication_sizes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ LISTS = ("sparsities", "compression_ratios", "communication_sizes")
 
 
 class TrainerLists(Sink):
-    """Appends one entry per step to each of the trainer's lists, in both phases, and makes the lists it lacks.
+    """Appends one entry per step, dense or sparse, to each of three lists on a trainer.
 
-    The trainer may reset them between steps, by a new list or in place. The lists always are of one length: if
-    it resets only some of them, the others lose the entries of the same steps.
+    Creates missing lists. The trainer may replace or clear the lists between steps. They always have the same
+    length: if the trainer clears one of them, the others drop their oldest entries.
+
+    Args:
+        trainer: Any object with, or that accepts, the attributes sparsities, compression_ratios and
+            communication_sizes (bytes).
+
+    Raises:
+        TypeError: The trainer has no room for a list, or the attribute is not a list.
     """
 
     def __init__(self, trainer: object) -> None:
@@ -34,7 +41,7 @@ class TrainerLists(Sink):
         if not self._announced:
             self._announced = True
             log.info(
-                "metrics reach the %s: step %d (%s) has sparsity %.6f, compression ratio %.2f, %d bytes",
+                "recording metrics on the %s: step %d (%s) has sparsity %.6f, compression ratio %.2f, %d bytes",
                 type(self.trainer).__name__,
                 event.step,
                 event.phase,
@@ -42,12 +49,12 @@ class TrainerLists(Sink):
             )
 
     def _lists(self) -> list[list[float]]:
-        """The trainer's lists of now, cut to the newest entries that all of them have."""
+        """The trainer's lists, shortened to the newest entries that all of them have."""
         lists = [self._list(name) for name in LISTS]
         length = min(map(len, lists))
         for name, values in zip(LISTS, lists, strict=True):
             if len(values) > length:
-                log.debug("%s loses %d entries that the other lists lack", name, len(values) - length)
+                log.debug("%s: dropped %d entries that the other lists lack", name, len(values) - length)
                 del values[: len(values) - length]
         return lists
 
@@ -59,9 +66,7 @@ class TrainerLists(Sink):
                 setattr(self.trainer, name, values)
             except AttributeError as error:
                 kind = type(self.trainer).__name__
-                raise TypeError(
-                    f"a trainer takes metrics in {name}, but {kind} cannot have it: {error}"
-                ) from error
+                raise TypeError(f"cannot record metrics in {kind}.{name}: {error}") from error
         if not isinstance(values, list):
             raise TypeError(f"{type(self.trainer).__name__}.{name} must be a list, got {type(values).__name__}")
         return values
