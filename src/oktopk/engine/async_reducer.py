@@ -1,4 +1,4 @@
-"""Steps in the background: what all front ends are made of."""
+"""Steps in the background: the engine that every front end holds."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..comm import Communicator
-from ..errors import NonFiniteError, name_step
+from ..errors import NonFiniteError, add_step
 from ..feedback.buckets import Bucket
 from ..metrics.events import SPARSE, MetricsSink, StepEvent
-from ..metrics.sinks import TrainerLists
 from .settings import Settings
-from .small_sums import Poster
 from .state_dict import load_state, save_state
 from .step import StepReducer
 from .worker import Job, Worker
 
 _log = logging.getLogger(__name__)
-Self = TypeVar("Self", bound="AsyncReducer")
+T = TypeVar("T")
 
 
 class Scaler(Protocol):
@@ -37,147 +33,133 @@ class Scaler(Protocol):
 
 
 class AsyncReducer:
-    """One FIFO worker thread with a communicator of its own, and the reducer it drives.
+    """Averages buckets while backward goes on: submit() returns at once, finish() waits for the whole step.
 
-    submit() hands over a bucket and returns at once; finish() waits for all buckets of the step. After an error
-    every call raises it, on every rank: a rank that fails tells the others, or they meet their timeout.
+    In a sparse step a worker thread reduces buckets in the order they are submitted. In a dense step the calling
+    thread only begins the library's all-reduce, and finish() waits for it: no thread has to be woken. After an
+    error every call raises it, on every rank: a rank that fails tells the others, or they meet their timeout.
+
+    Args:
+        settings: how to reduce.
+        comm: the ranks; nobody else may use it.
+        owns_comm: whether close() closes it.
+        grad_scaler: the GradScaler whose scale the gradients have.
+        sinks: where the metrics of every step go.
+        unused_stay: whether residuals of parameters without a gradient are kept back, as DDP needs it.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        comm: Communicator,
-        *,
-        owns_comm: bool,
-        trainer: Any = None,
-        grad_scaler: Scaler | None = None,
-        sinks: Iterable[MetricsSink] = (),
-        unused_stay: bool = False,
-        poster: Poster | None = None,
-    ) -> None:
+        self, settings: Settings, comm: Communicator, *, owns_comm: bool, grad_scaler: Scaler | None = None,
+        sinks: Iterable[MetricsSink] = (), unused_stay: bool = False,
+    ) -> None:  # fmt: skip
         self.settings = settings
-        self._comm, self._owns_comm = comm, owns_comm
-        self._steps = StepReducer(settings, comm, sinks, unused_stay, poster)
+        self._comm, self._owns_comm, self._scaler = comm, owns_comm, grad_scaler
+        self._steps = StepReducer(settings, comm, sinks, unused_stay)
         steps = self._steps  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
-            name_step(error, comm.rank, steps.step)
+            add_step(error, comm.rank, steps.step)
             if not isinstance(error, NonFiniteError):  # that one all ranks raise by themselves
                 comm.fail(error)
             steps.give_up()
 
         self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up, comm.interrupt)
-        self._scaler = grad_scaler
         self._first_handed: float | None = None
+        """When the first bucket of the step under way was handed in."""
         self._last_handed = 0.0
-        self._in_worker = False
-        """Whether a bucket of this step is reduced by the worker; then all that follow are."""
-        if trainer is None:
-            _log.debug("no trainer is linked: its lists of metrics are not filled")
-        else:
-            self.set_trainer(trainer)
 
     # The step.
 
-    def submit(self, bucket: Bucket, grad: Tensor, last: bool = False) -> None:
-        """Reduce a flat gradient in the background. Its memory belongs to the worker until finish().
+    def submit(self, bucket: Bucket, grad: Tensor, fill: Job | None = None) -> None:
+        """Average a flat gradient in the background; its memory belongs to the engine until finish().
 
-        Of the dense sums that the caller begins itself, finish() waits for that of the `last` bucket, and the
-        worker for the others.
+        `fill`, if given, is called first, in the thread that reduces the bucket, to write the gradient there.
         """
         steps, scale = self._steps, self._scale()
-        if self._in_worker or not steps.posts(bucket, grad):
-            self._hand_over(lambda: steps.reduce(bucket, grad, scale))
-            return
-        self._take_time()
-        self._worker.here(lambda: steps.post(bucket, grad, scale))
-        if not last:
-            self._worker.submit(lambda: steps.end_sums(1))
+        if self._first_handed is None:
+            self._worker.wait()
+            steps.begin()
 
-    def sum_alone(self, bucket: Bucket, grad: Tensor) -> bool:
-        """Do a step that has no other bucket at once, if this one goes dense; whether it did."""
-        steps, scale = self._steps, self._scale()
-        if self._first_handed is not None or not steps.posts(bucket, grad):
-            return False
-        self._take_time()
-        start = self._last_handed
-        self._worker.here(lambda: steps.sum_alone(bucket, grad, scale, start))
-        self._first_handed = None
-        return True
+        def reduce() -> None:
+            if fill is not None:
+                fill()
+            steps.reduce(bucket, grad, scale)
 
-    @property
-    def scaled(self) -> bool:
-        """Whether a GradScaler is at work; one that is disabled is none."""
-        return self._scaler is not None and self._scaler.is_enabled()
-
-    def _scale(self) -> float | None:
-        return float(self._scaler.get_scale()) if self._scaler is not None and self.scaled else None
-
-    def clip_factor(self, grads: Iterable[Tensor]) -> float:
-        """What norm_clip asks to multiply these gradients with, the whole of this rank's."""
-        if self.settings.norm_clip is None:
-            return 1.0
-        norm = math.hypot(*(_norm(grad) for grad in grads)) / (self._scale() or 1.0)
-        # One that is not finite is left as it is: the reduction will find it.
-        return self.settings.norm_clip / norm if self.settings.norm_clip < norm < math.inf else 1.0
-
-    def _hand_over(self, job: Job) -> None:
-        self._take_time()
-        self._in_worker = True
-        self._worker.submit(job)
-
-    def _take_time(self) -> None:
         self._last_handed = time.perf_counter()
         if self._first_handed is None:
             self._first_handed = self._last_handed
-
-    def _last_job(self, job: Job) -> None:
-        """The end of a step, in the thread that has reduced its last bucket."""
         if self._in_worker:
-            self._first_handed, self._in_worker = None, False
-            self._worker.submit(job)
-            self._worker.wait()
+            self._worker.submit(reduce)
         else:
-            self._worker.wait()
-            self._worker.here(job)
-            self._first_handed = None
+            self._worker.here(reduce)
+
+    @property
+    def _in_worker(self) -> bool:
+        """Whether the worker reduces the buckets of this step: averaging inside a host would block the caller."""
+        return self._steps.density is not None or self._steps.local is not None
 
     def finish(self) -> StepEvent:
         """Wait until all buckets are reduced; then either all results are in place, or the step is skipped."""
         if self._first_handed is None:
             raise RuntimeError("finish() without a submitted bucket")
         steps, start, handed_over = self._steps, self._first_handed, self._last_handed
-
-        def settle() -> None:
-            steps.finish(start, handed_over)
-
-        self._last_job(settle)
+        self._end_step(lambda: steps.finish(start, handed_over))
         assert steps.last is not None
         return steps.last
 
     def abandon(self, overwritten: bool = False) -> None:
-        """Give up a step that was begun but will not be finished: its buckets go back to the residuals.
+        """Give up a step that was begun but will not be finished: its gradients go to the residuals.
 
         Only what was sent does so if their memory is `overwritten`.
         """
         steps = self._steps
         if self._first_handed is not None:
-            self._last_job(lambda: steps.abandon(overwritten))
+            self._end_step(lambda: steps.abandon(overwritten))
 
-    def run(self, job: Callable[[Communicator], None]) -> None:
-        """Let the worker communicate about something else, after what it has to do, and wait for it."""
-        meter = self._steps.meter
+    def _end_step(self, job: Callable[[], object]) -> None:
+        """Run the last job of a step, in the thread that has reduced its buckets."""
+        self._first_handed = None
+        if self._in_worker:
+            self._worker.submit(job)
+            self._worker.wait()
+        else:
+            self._worker.here(job)
 
-        def apart() -> None:
-            job(meter)
-            meter.take()  # these bytes belong to no step
+    def run(self, job: Callable[[Communicator], T]) -> T:
+        """Let the worker communicate about something else, and return the result of `job`."""
+        meter, results = self._steps.meter, []
 
-        self._worker.submit(apart)
+        def communicate() -> None:
+            results.append(job(meter))
+            meter.pop_traffic()  # these bytes belong to no step
+
+        self._worker.submit(communicate)
         self._worker.wait()
+        return results[0]
 
     def drain(self) -> None:
-        """Wait for the worker to be done with what it has."""
+        """Wait until the worker has nothing to do."""
         self._worker.wait()
+
+    # Scaling and clipping.
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a GradScaler is at work; a disabled one is none."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    def _scale(self) -> float | None:
+        return float(self._scaler.get_scale()) if self._scaler is not None and self.scaled else None
+
+    def clip_factor(self, grads: Iterable[Tensor]) -> float:
+        """The factor by which norm_clip scales these gradients, all of this rank's."""
+        if self.settings.norm_clip is None:
+            return 1.0
+        norm = math.hypot(*(_norm(grad) for grad in grads)) / (self._scale() or 1.0)
+        # One that is not finite is left as it is: the reduction will find it.
+        return self.settings.norm_clip / norm if self.settings.norm_clip < norm < math.inf else 1.0
+
+    # State and metrics.
 
     @property
     def rank(self) -> int:
@@ -194,22 +176,21 @@ class AsyncReducer:
 
     @property
     def last(self) -> StepEvent | None:
-        """What happened in the last step."""
+        """The metrics of the last step."""
         return self._steps.last
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped because something was not finite."""
+        """Whether the last step was skipped because a gradient was not finite."""
         return self._steps.skipped
 
-    # Metrics.
-
-    def set_trainer(self, trainer: Any) -> None:
-        """Fill trainer.sparsities, .compression_ratios, .communication_sizes from now on: one entry per step."""
-        self.add_sink(TrainerLists(trainer))
+    @property
+    def layout(self) -> tuple[Bucket, ...]:
+        """The buckets of the last step, or of the checkpoint that was loaded."""
+        return tuple(self._steps.buckets)
 
     def add_sink(self, sink: MetricsSink) -> None:
-        """Tell one more sink about every step from now on."""
+        """Pass every step from now on to one more sink."""
         self.drain()
         self._steps.sinks.append(sink)
 
@@ -238,17 +219,9 @@ class AsyncReducer:
                 "hidden_share": last.hidden_share,
             }
         if self.settings.auto:
-            figures["dense_step_seconds"], figures["sparse_step_seconds"] = steps.ways.whole.agreed
-        for lane in (lane for lane in steps.lanes.values() if self.settings.auto and not lane.never_sparse):
-            dense, sparse = lane.choice.agreed
-            figures |= {
-                f"bucket{lane.index}/goes_dense": float(lane.choice.dense),
-                f"bucket{lane.index}/dense_seconds": dense,
-                f"bucket{lane.index}/sparse_seconds": sparse,
-            }
+            figures["prefers_dense"] = float(steps.autotune.prefers_dense)
+            figures["dense_step_seconds"], figures["sparse_step_seconds"] = steps.autotune.agreed
         return figures
-
-    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank must keep, as tensors and primitives: every rank saves its own."""
@@ -263,28 +236,16 @@ class AsyncReducer:
     def _check_between_steps(self) -> None:
         self.drain()
         if self._first_handed is not None:
-            raise RuntimeError("a step is under way: finish it, by step() or synchronize(), and save or load then")
-
-    # Optimizers and lifetime.
-
-    def check_momentum(self, optimizer: Optimizer) -> None:
-        if self.settings.momentum and any(
-            group.get("momentum") or any(group.get("betas", ())[:1]) for group in optimizer.param_groups
-        ):
-            raise ValueError(
-                f"momentum correction (momentum={self.settings.momentum}) replaces the optimizer's own momentum: "
-                f"set that of {type(optimizer).__name__} to 0, or take plain SGD"
-            )
+            raise RuntimeError("a step is under way: call step() or synchronize() before you save or load")
 
     def close(self) -> None:
-        """End the worker thread and its connections, and close the sinks, all that were given. Twice is fine."""
+        """End the worker thread and its connections, and close the sinks. Calling it twice is fine."""
         ended = self._worker.close(wake=self._owns_comm)
         if self._owns_comm:
             self._comm.close()
         if not ended:
             _log.warning(
-                "the worker still waits for another rank, and ends when its timeout of %g s has passed",
-                self._comm.timeout,
+                "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout
             )
         for sink in self._steps.sinks:
             sink.close()
@@ -292,17 +253,9 @@ class AsyncReducer:
     def __repr__(self) -> str:
         settings = self.settings
         return (
-            f"{type(self).__name__}(algorithm={settings.algorithm.name!r}, density={settings.density:g}, "
-            f"warmup_steps={settings.warmup_steps}, step={self.step}, rank {self.rank} of {self.world})"
+            f"algorithm={settings.algorithm.name!r}, density={settings.density:g}, "
+            f"warmup_steps={settings.warmup_steps}, step={self.step}, rank {self.rank} of {self.world}"
         )
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _norm(grad: Tensor) -> float:

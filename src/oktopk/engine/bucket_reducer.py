@@ -1,22 +1,21 @@
-"""Buckets in one step: reduced dense or sparse, then handed out, or put back if the step is lost."""
+"""Buckets in one step: reduced sparsely, then committed, or rolled back if the step is lost."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..algorithms import Dense
-from ..algorithms.base import reduce_step
+from ..algorithms.base import Reduction, reduce_step
 from ..algorithms.selection import target_count
 from ..comm import Metered
-from ..feedback.accumulator import Accumulator, fuse, narrowed
+from ..feedback.accumulator import Accumulator, fuse, narrow
 from ..feedback.buckets import Bucket
 from ..feedback.momentum import MomentumStore
 from ..feedback.residuals import ResidualStore
@@ -25,37 +24,50 @@ from ..metrics.events import DENSE, SPARSE, ReductionEvent, Volume
 from ..wire.message import VALUE_CODES
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite
-from .bucket_state import BucketResult, BucketState, SentEntries, dense_settled
-from .recorder import ReductionRecorder, lateness
+from .bucket_state import BucketGroup, BucketResult, BucketState, SentEntries
+from .nonfinite import NonFiniteReport
+from .recorder import ReductionRecorder
 from .settings import Settings
 
 _log = logging.getLogger(__name__)
 
 _SMALL = 1 << 20
 _NORM_EVERY = 16
-"""The norm of a residual is another pass over memory: large ones are measured on some steps only."""
+"""The norm of a residual is another pass over memory: large ones are measured every so many steps only."""
 
-Inspect = Callable[[Accumulator], None]
+
+class Handed(NamedTuple):
+    """A bucket that was handed in, and waits to be reduced with its group."""
+
+    state: BucketState
+    grad: Tensor
+    scale: float | None
 
 
 @dataclass
 class _Member:
-    """A bucket while it is reduced sparse."""
+    """A bucket while its group is reduced."""
 
-    lane: BucketState
+    state: BucketState
     grad: Tensor
     work: Tensor
     residual: Tensor
     scale: float | None
     velocity: Tensor | None = None
     kept: Tensor = field(default_factory=lambda: torch.empty(0))
-    """What the residual had where parameters always go dense."""
+    """What the residual had where entries are always dense."""
     mean: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The mean of those over ranks."""
+    """The mean of those entries over ranks."""
 
 
 class BucketReducer:
-    """Everything that is done to one bucket. Residuals and velocities of all buckets live here."""
+    """Everything that is done to a bucket. Residuals and velocities of all buckets live here.
+
+    Args:
+        settings: how to reduce.
+        meter: the ranks that exchange with each other.
+        unused_stay: whether residuals of parameters without a gradient are kept back, as DDP needs it.
+    """
 
     def __init__(self, settings: Settings, meter: Metered, unused_stay: bool = False) -> None:
         self.settings, self.meter = settings, meter
@@ -63,137 +75,115 @@ class BucketReducer:
         self.residuals = ResidualStore()
         self.velocities = MomentumStore(settings.momentum)
         self.blocked = 0.0
+        """How long this rank was blocked by others in its last reduction."""
 
-    def dense(
-        self, lane: BucketState, grad: Tensor, scale: float | None, step: int, inspect: Inspect
-    ) -> tuple[BucketResult, ReductionEvent]:
-        account = ReductionRecorder(self.meter, step, lane.index, lane.bucket.size)
-        work, residual = self.dense_work(lane, grad, scale)
-        acc = Accumulator(work, residual)
-        channel = SparseCommunicator(self.meter, lane.bucket.size, stopwatch=account.watch)
-        with self.set_aside(lane.bucket, work, residual) as idle:
-            velocity = self.velocities.next(lane.bucket, work, idle)
-            reduction, _ = reduce_step(Dense(), channel, acc, lane.bucket.size, None, inspect)
-        if not reduction.skipped:
-            self.velocities.keep(lane.bucket, velocity, ())  # nothing was held back, so there is nothing to mask
-        self.blocked = account.exchange
-        event = account.close(
-            DENSE, "dense", Volume(lane.bucket.size, lane.bucket.size, grad.nbytes),
-            local_count=lane.bucket.size,
-            residual_norm=self.measure(lane, residual, step),
-        )  # fmt: skip
-        return dense_settled(lane, grad, acc, scale, reduction.skipped, bool(idle)), event
-
-    def dense_work(self, lane: BucketState, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
-        """Memory for a dense result, the gradient's own if possible, and the residual that must go out with it."""
-        residual = self.residuals.peek(lane.bucket, grad.device)  # of sparse steps, or of lost ones
+    def dense_work(self, bucket: Bucket, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+        """Memory for a dense result, the gradient's own if possible, and the residual to be sent with it."""
+        residual = self.residuals.get(bucket, grad.device)  # of sparse steps, or of skipped ones
         plain = residual is None and scale is None and not self.settings.momentum
-        return grad if plain else _unscaled(grad, scale), residual
+        return grad if plain else _unscale(grad, scale), residual
 
-    def sparse(
-        self, lanes: Sequence[BucketState], grads: Sequence[Tensor], scale: float | None, density: float, step: int,
-        inspect: Inspect,
-    ) -> tuple[list[BucketResult], ReductionEvent]:  # fmt: skip
-        """Several buckets share their messages: the algorithm sees them as one, with one k and one threshold."""
-        size, entries = sum(lane.bucket.size for lane in lanes), sum(lane.free for lane in lanes)
-        account = ReductionRecorder(self.meter, step, lanes[0].index, size)
-        members = [self._member(lane, grad, scale) for lane, grad in zip(lanes, grads, strict=True)]
+    def reduce_sparse(
+        self, group: BucketGroup, handed: Sequence[Handed], density: float, step: int, report: NonFiniteReport
+    ) -> tuple[list[BucketResult], ReductionEvent]:
+        """Exchange a group of buckets; `report` gets the reason if that is lost."""
+        recorder = ReductionRecorder(self.meter, step, group.index, group.size)
+        members = [self._member(one) for one in handed]
         acc = fuse([Accumulator(member.work, member.residual) for member in members])
-        channel = SparseCommunicator(
-            self.meter, size, step=step, bucket=lanes[0].index, values=VALUE_CODES[self.settings.values],
-            device=acc.device, stopwatch=account.watch, blocked_before=self.blocked,
+        comm = SparseCommunicator(
+            self.meter, group.size, step=step, bucket=group.index, values=VALUE_CODES[self.settings.values],
+            device=acc.device, stopwatch=recorder.watch, blocked_before=self.blocked,
         )  # fmt: skip
-        k, known = target_count(entries, density), self._tracking(lanes[0], size)
+        k = target_count(group.compressible, density)
         with self._prepared(members):
-            reduction, found = reduce_step(self.settings.algorithm, channel, acc, k, known, inspect)
+            reduction, found = reduce_step(
+                self.settings.algorithm,
+                comm,
+                acc,
+                k,
+                group.tracking,
+                lambda acc: report.inspect(group.members, acc),
+            )
             if reduction.skipped:
-                _put_kept(members)
-        lanes[0].tracking = reduction.state
-        self.blocked = account.exchange
-        settled = [
-            self._settle(member, SentEntries(acc, place, reduction.leaving), reduction.skipped)
-            for place, member in enumerate(members)
-        ]
-        if self.settings.ranks_per_host > 1 and reduction.mean is None:
-            parts = [acc.cut(part) for part in reduction.parts]
-            settled = [
-                replace(one, places=[one.lane.always_dense, *(part[place].indices for part in parts)])
-                for place, one in enumerate(settled)
-            ]
+                _restore(members)
+        group.tracking = reduction.state
+        self.blocked = recorder.exchange
+        results = [self._result(member, place, acc, reduction) for place, member in enumerate(members)]
         if not reduction.skipped:
-            self._check_band(lanes[0], reduction.local_count, k, entries, step)
-        event = account.close(
+            self._check_band(group, reduction.local_count, k, step)
+        always_dense = group.size - group.compressible
+        event = recorder.close(
             SPARSE, self.settings.algorithm.name,
-            Volume.of(entries, found) + Volume.of(size - entries, None),
-            lateness(channel, account.exchange),
-            target_count=k + size - entries,
-            local_count=reduction.local_count + size - entries,
+            Volume.of(group.compressible, found) + Volume.of(always_dense, None), comm,
+            target_count=k + always_dense,
+            local_count=reduction.local_count + always_dense,
             threshold=reduction.threshold,
             global_threshold=reduction.global_threshold,
             exact=reduction.exact,
-            residual_norm=math.hypot(*(self.measure(m.lane, m.residual, step) for m in members)),
+            residual_norm=math.hypot(*(self.residual_norm(m.state, m.residual, step) for m in members)),
         )  # fmt: skip
-        return settled, event
+        return results, event
 
-    def _member(self, lane: BucketState, grad: Tensor, scale: float | None) -> _Member:
-        work = _unscaled(grad, scale)
-        return _Member(lane, grad, work, self.residuals.flat(lane.bucket, work.device), scale)
+    def _member(self, handed: Handed) -> _Member:
+        work = _unscale(handed.grad, handed.scale)
+        residual = self.residuals.flat(handed.state.bucket, work.device)
+        return _Member(handed.state, handed.grad, work, residual, handed.scale)
 
     @contextmanager
     def _prepared(self, members: Sequence[_Member]) -> Iterator[None]:
         """What comes before the algorithm sees a bucket, and what is undone afterwards."""
-        with ExitStack() as stack, self._restored(members):
+        with ExitStack() as stack, self._restored_on_error(members):
             for member in members:
-                idle = stack.enter_context(self.set_aside(member.lane.bucket, member.work, member.residual))
-                member.velocity = self.velocities.next(member.lane.bucket, member.work, idle)
-                self._reduce_excluded(member)
+                idle = stack.enter_context(self.set_aside(member.state.bucket, member.work, member.residual))
+                if self.settings.momentum:
+                    member.velocity = self.velocities.advance(member.state.bucket, member.work, idle)
+                self._average_always_dense(member)
             yield
 
     @contextmanager
-    def _restored(self, members: Sequence[_Member]) -> Iterator[None]:
-        """After an error residuals have again what they had of the entries that always go dense."""
+    def _restored_on_error(self, members: Sequence[_Member]) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            _put_kept(members)
+            _restore(members)
             raise
 
-    def _tracking(self, lane: BucketState, size: int) -> Any:
-        """What the algorithm remembers, unless it was of another size: buckets may be joined differently now."""
-        known = lane.tracking
-        return None if known is None or self.settings.algorithm.state_problem(known, size) else known
-
-    def _settle(self, member: _Member, left: SentEntries, skipped: bool) -> BucketResult:
-        lane, masked = member.lane, None
-        if skipped:
-            return BucketResult(lane, member.grad, member.work, member.scale)
-        if lane.always_dense.numel():
-            member.work[lane.always_dense] = member.mean
+    def _result(self, member: _Member, place: int, acc: Accumulator, reduction: Reduction) -> BucketResult:
+        state, masked = member.state, None
+        if reduction.skipped:
+            return BucketResult(state, member.grad, member.work, member.scale)
+        sent = SentEntries(acc, place, reduction.leaving)
+        if state.always_dense.numel():
+            member.work[state.always_dense] = member.mean
         if member.velocity is not None:
-            masked = self.velocities.keep(lane.bucket, member.velocity, left.vectors())
-        return BucketResult(lane, member.grad, member.work, member.scale, left, lane.always_dense, masked)
+            masked = self.velocities.commit(state.bucket, member.velocity, sent.vectors())
+        nonzeros = None
+        if self.settings.ranks_per_host > 1 and reduction.mean is None:
+            nonzeros = [state.always_dense, *(acc.split_by_piece(part)[place].indices for part in reduction.parts)]
+        return BucketResult(
+            state, member.grad, member.work, member.scale, sent, state.always_dense, masked, nonzeros=nonzeros
+        )
 
-    def untouched(
-        self, lane: BucketState, grad: Tensor, scale: float | None, phase: str, step: int
-    ) -> tuple[BucketResult, ReductionEvent]:
-        """A bucket that comes after the one that was not finite: nothing is sent and nothing changes."""
-        name = "dense" if phase == DENSE else self.settings.algorithm.name
-        account = ReductionRecorder(self.meter, step, lane.index, lane.bucket.size)
-        volume = Volume.of(lane.bucket.size, None if phase == DENSE else 0)
-        event = account.close(phase, name, volume, residual_norm=lane.residual_norm)
-        return BucketResult(lane, grad, grad, scale), event
+    def untouched(self, handed: Handed, dense: bool, step: int) -> tuple[BucketResult, ReductionEvent]:
+        """A bucket that comes after the one that lost the step: nothing is sent and nothing changes."""
+        state, phase = handed.state, DENSE if dense else SPARSE
+        recorder = ReductionRecorder(self.meter, step, state.index, state.bucket.size)
+        name = "dense" if dense else self.settings.algorithm.name
+        volume = Volume.of(state.bucket.size, None if dense else 0)
+        event = recorder.close(phase, name, volume, residual_norm=state.residual_norm)
+        return BucketResult(state, handed.grad, handed.grad, handed.scale), event
 
     @contextmanager
     def set_aside(self, bucket: Bucket, grad: Tensor, residual: Tensor | None) -> Iterator[list[slice]]:
-        """Keep back the residuals of parameters that got no gradient here, and tell where those are.
+        """Keep back the residuals of parameters that got no gradient here, and yield where those are.
 
-        DDP drops the result of a parameter that no rank has used. If each rank that has not used it sends nothing,
-        nothing is dropped.
+        DDP drops the result of a parameter that no rank has used. If every rank that has not used it sends
+        nothing, nothing is dropped.
         """
         if residual is None or not self.unused_stay:
             yield []
             return
-        idle = idle_places(bucket, grad)
+        idle = _idle_places(bucket, grad)
         kept = [residual[place].clone() for place in idle]
         for place in idle:
             residual[place].zero_()
@@ -203,12 +193,12 @@ class BucketReducer:
             for place, mine in zip(idle, kept, strict=True):
                 residual[place].add_(mine)  # a merge elsewhere may have given something back here
 
-    def _reduce_excluded(self, member: _Member) -> None:
-        """Reduce the always dense entries, and clear them so that no selection finds them.
+    def _average_always_dense(self, member: _Member) -> None:
+        """Average the entries that are always dense, and clear them so that no selection finds them.
 
         A mean that is not finite is so on all ranks: it stays in `work`, where each of them will find it.
         """
-        entries, work, residual = member.lane.always_dense, member.work, member.residual
+        entries, work, residual = member.state.always_dense, member.work, member.residual
         if not entries.numel():
             return
         kept = member.kept = residual[entries]
@@ -220,74 +210,72 @@ class BucketReducer:
 
     # The end of the step.
 
-    def commit(self, settled: BucketResult) -> None:
-        """Finish the result and put it into the caller's memory."""
-        work, grad = settled.work, settled.grad
-        if settled.emptied:
-            self.residuals.drop(settled.lane.bucket)
+    def commit(self, result: BucketResult) -> None:
+        """Put the result into the caller's memory."""
+        work, grad = result.work, result.grad
+        if result.emptied:
+            self.residuals.drop(result.state.bucket)
         if work is grad:
             return
-        if settled.scale is not None:
-            work.mul_(settled.scale)
+        if result.scale is not None:
+            work.mul_(result.scale)
         if grad.dtype.itemsize >= work.dtype.itemsize:
             grad.copy_(work)
             return
-        grad.copy_(narrowed(work, grad.dtype))
-        residual = self.residuals.peek(settled.lane.bucket, work.device)
+        grad.copy_(narrow(work, grad.dtype))
+        residual = self.residuals.get(result.state.bucket, work.device)
         if residual is not None and self.meter.rank == 0:  # what the type cannot hold stays with rank 0
-            residual.add_((work - grad).div_(settled.scale or 1.0), alpha=self.meter.world)
+            residual.add_((work - grad).div_(result.scale or 1.0), alpha=self.meter.world)
 
-    def rollback(self, settled: BucketResult, overwritten: bool = False) -> None:
+    def rollback(self, result: BucketResult, overwritten: bool = False) -> None:
         """As if the bucket had sent nothing: its gradient stays in the residual, and the result is empty.
 
-        If its memory is `overwritten`, dense entries are lost, and it is left as it is.
+        If its memory is `overwritten`, entries that were averaged densely are lost, and it is left as it is.
         """
-        bucket, entries = settled.lane.bucket, None if overwritten else settled.dense_entries
-        if settled.left is not None or entries is not None:
-            residual = self.residuals.flat(bucket, settled.work.device)
-            for part in settled.left.vectors() if settled.left is not None else ():
+        bucket, entries = result.state.bucket, None if overwritten else result.dense_entries
+        if result.sent is not None or entries is not None:
+            residual = self.residuals.flat(bucket, result.work.device)
+            for part in result.sent.vectors() if result.sent is not None else ():
                 backend(residual).scatter_add_(residual, part.indices, part.values)
             if entries is not None:  # each rank takes its share of the sum, so that no mass is lost
-                residual[entries] += settled.work[entries].float()
-        if settled.masked is not None:
-            masked, values = settled.masked
+                residual[entries] += result.work[entries].float()
+        if result.masked is not None:
+            masked, values = result.masked
             self.velocities.flat(bucket)[masked] = values
-        if overwritten:
-            return
-        # A GradScaler must see that something was wrong; everybody else gets nothing to apply.
-        settled.grad.fill_(0.0 if settled.scale is None else math.nan)
+        if not overwritten:
+            _clear(result.grad, result.scale)
 
-    def keep(self, lane: BucketState, grad: Tensor, scale: float | None) -> None:
-        """The gradient of a bucket that was not reduced stays in the residual, if it is finite."""
-        work = _unscaled(grad, scale)
+    def keep(self, handed: Handed) -> None:
+        """Keep the gradient of a bucket that was not reduced in the residual, if it is finite."""
+        bucket, work = handed.state.bucket, _unscale(handed.grad, handed.scale)
         if all_finite(work):
-            self.velocities.keep(lane.bucket, self.velocities.next(lane.bucket, work, ()), ())
-            self.residuals.flat(lane.bucket, work.device).add_(work)
-        grad.fill_(0.0 if scale is None else math.nan)
+            self.velocities.commit(bucket, self.velocities.advance(bucket, work, ()), ())
+            self.residuals.flat(bucket, work.device).add_(work)
+        _clear(handed.grad, handed.scale)
 
-    # What to tell.
+    # Metrics.
 
-    def measure(self, lane: BucketState, residual: Tensor | None, step: int) -> float:
-        """The norm of a residual, as it is or as it was when last looked at; 0 if there is none."""
+    def residual_norm(self, state: BucketState, residual: Tensor | None, step: int) -> float:
+        """The norm of a residual, now or when it was last measured; 0 if there is none."""
         if residual is None:
             return 0.0
-        if lane.bucket.size <= _SMALL or step % _NORM_EVERY == 0:
-            lane.residual_norm = float(torch.linalg.vector_norm(residual))
-        return lane.residual_norm
+        if state.bucket.size <= _SMALL or step % _NORM_EVERY == 0:
+            state.residual_norm = float(torch.linalg.vector_norm(residual))
+        return state.residual_norm
 
-    def _check_band(self, lane: BucketState, count: int, k: int, entries: int, step: int) -> None:
+    def _check_band(self, group: BucketGroup, count: int, k: int, step: int) -> None:
         low, high = self.settings.algorithm.band
-        if low * k <= count <= high * k or lane.warned:
+        if low * k <= count <= high * k or group.warned:
             return
-        lane.warned = True
+        group.warned = True
         _log.warning(
-            "step %d: rank %d sent %.3g %% of bucket %d where %.3g %% was asked for%s",
-            step, self.meter.rank, 100 * count / entries, lane.index, 100 * k / entries,
+            "step %d: rank %d sent %.3g %% of bucket %d instead of %.3g %%%s",
+            step, self.meter.rank, 100 * count / group.compressible, group.index, 100 * k / group.compressible,
             " (fewer entries are not zero)" if count < k else "",
         )  # fmt: skip
 
 
-def idle_places(bucket: Bucket, grad: Tensor) -> list[slice]:
+def _idle_places(bucket: Bucket, grad: Tensor) -> list[slice]:
     """Where the parameters lie whose gradient is all zeros. Few start with a zero, so few are looked at whole."""
     first = grad.index_select(0, bucket.starts.to(grad.device))
     if first.all():
@@ -296,15 +284,20 @@ def idle_places(bucket: Bucket, grad: Tensor) -> list[slice]:
     return [place for place in suspects if not bool(grad[place].any())]
 
 
-def _put_kept(members: Sequence[_Member]) -> None:
-    """Residuals have again what they had of the entries that always go dense."""
+def _restore(members: Sequence[_Member]) -> None:
+    """Give residuals back what they had of the entries that are always dense."""
     for member in members:
         if member.kept.numel():
-            member.residual[member.lane.always_dense] = member.kept
+            member.residual[member.state.always_dense] = member.kept
 
 
-def _unscaled(grad: Tensor, scale: float | None) -> Tensor:
-    """The gradient in float32 and in its own units, in memory that may be written to."""
+def _unscale(grad: Tensor, scale: float | None) -> Tensor:
+    """The gradient in float32 and without a GradScaler's scale, in memory that may be overwritten."""
     if scale is None:
         return grad.to(torch.float32)
     return grad.to(torch.float32, copy=True).mul_(1.0 / scale)
+
+
+def _clear(grad: Tensor, scale: float | None) -> None:
+    """Leave nothing to apply; a GradScaler must see that something was wrong."""
+    grad.fill_(0.0 if scale is None else math.nan)

@@ -1,4 +1,4 @@
-"""A bucket from step to step, and what one step has come to for it."""
+"""A bucket from step to step, buckets that are fused, and the result of a bucket in one step."""
 
 from __future__ import annotations
 
@@ -6,81 +6,80 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..feedback.accumulator import Accumulator
 from ..feedback.buckets import Bucket
 from ..wire.sparse_vector import SparseVector, all_finite
-from .choice import Choice
 
 
-@dataclass
+@dataclass(eq=False)
 class BucketState:
-    """What one bucket has: its place in the order, what its algorithm remembers, and the better way to go."""
+    """What the engine knows of a bucket: its place in the order, and the entries that are never compressed."""
 
     bucket: Bucket
     index: int
     always_dense: Tensor
-    """Entries of parameters that never go sparse."""
-    tracking: Any = None
-    choice: Choice = field(default_factory=Choice)
     residual_norm: float = 0.0
+    """When it was last measured."""
+    compressible: int = field(init=False)
+    """Number of entries that may be sent sparsely."""
+
+    def __post_init__(self) -> None:
+        self.compressible = self.bucket.size - self.always_dense.numel()
+
+    def nonfinite(self, values: Tensor) -> list[str]:
+        """The parameters that hold a NaN or an infinity."""
+        return [name for name, place in self.bucket.places.items() if not all_finite(values[place])]
+
+
+@dataclass(eq=False)
+class BucketGroup:
+    """Buckets that are fused: to the algorithm they are one vector, with one k and one threshold."""
+
+    members: tuple[BucketState, ...]
+    tracking: Any = None
+    """What the algorithm remembers of the group."""
     warned: bool = False
+    index: int = field(init=False)
+    """The group's number in messages and events: that of its first bucket."""
+    size: int = field(init=False)
+    compressible: int = field(init=False)
 
-    @property
-    def free(self) -> int:
-        """Entries that may go sparse."""
-        return self.bucket.size - self.always_dense.numel()
-
-    @property
-    def never_sparse(self) -> bool:
-        return self.free == 0
-
-
-def not_finite(lane: BucketState, values: Tensor) -> list[str]:
-    """The parameters that hold a NaN or an infinity."""
-    return [name for name, place in lane.bucket.places.items() if not all_finite(values[place])]
+    def __post_init__(self) -> None:
+        self.index = self.members[0].index
+        self.size = sum(state.bucket.size for state in self.members)
+        self.compressible = sum(state.compressible for state in self.members)
 
 
 @dataclass(frozen=True)
 class SentEntries:
-    """What has left the residual of one of the buckets that were reduced together."""
+    """The entries that have left the residual of one bucket of a group."""
 
     acc: Accumulator
     place: int
     leaving: Sequence[SparseVector]
 
     def vectors(self) -> list[SparseVector]:
-        return [self.acc.cut(vector)[self.place] for vector in self.leaving]
+        return [self.acc.split_by_piece(vector)[self.place] for vector in self.leaving]
 
 
 @dataclass(frozen=True)
 class BucketResult:
-    """A bucket that has been reduced in this step, and how to take that back."""
+    """A bucket that has been reduced in this step, with what is needed to commit or to roll back."""
 
-    lane: BucketState
+    state: BucketState
     grad: Tensor
     """The caller's memory, where the result goes."""
     work: Tensor
     """The result; float32, or the same memory."""
     scale: float | None
-    left: SentEntries | None = None
+    sent: SentEntries | None = None
     dense_entries: Tensor | slice | None = None
-    """Entries that went dense; their mean is in `work`."""
+    """Entries that were averaged densely; their mean is in `work`."""
     masked: tuple[Tensor, Tensor] | None = None
-    """Entries of the velocity that were cleared, and what they were."""
+    """Entries of the momentum that were cleared, and what they were."""
     emptied: bool = False
-    """All that its residual had has gone out."""
-    places: Sequence[Tensor] | None = None
-    """Indices of all entries of the result that are not zero; None if that is not known."""
-
-
-def dense_settled(
-    lane: BucketState, grad: Tensor, acc: Accumulator, scale: float | None, skipped: bool, idle: bool
-) -> BucketResult:
-    """What a dense reduction has come to; `idle` says that some of the residual was set aside."""
-    # Only float32 is sent alike with a residual and without one, so that ranks need not agree on this.
-    emptied = not (skipped or idle or acc.residual is None) and grad.dtype == torch.float32
-    entries = None if skipped else slice(None)
-    return BucketResult(lane, grad, acc.work, scale, dense_entries=entries, emptied=emptied)
+    """The whole residual has been sent."""
+    nonzeros: Sequence[Tensor] | None = None
+    """Indices of all entries of the result that may differ from zero; None if that is not known."""

@@ -1,13 +1,11 @@
-"""Dense sums that go DDP's way: begun by whoever hands in the bucket, and waited for by another thread.
+"""The dense all-reduce: begun as soon as a bucket is ready, waited for at the end of the step.
 
-    hook     begin the sum of bucket 0 ── of bucket 1 ── of the last one ── wait for that, settle the step
-    worker                          └─ wait, look at 0 ── wait, look at 1 ─┘
+    hook      begin bucket 0 ── begin bucket 1 ── … ── begin the last one ── finish(): wait for 0, 1, …, commit
+    library            └─ sums ────────── sums ─────────────────── sums ─┘
 
-A thread that is woken, or connections that were idle, cost a small model more than its sum. Buckets go this way as
-long as those of their step are dense, which all ranks know without asking.
-
-The pass that divides by the number of ranks also looks whether all is finite. A rank where it is not marks the
-first entry with a NaN: then one entry of the sum tells everybody, and nobody has to look at all of it.
+The pass that divides by the number of ranks also checks that all entries are finite. A rank that finds one that
+is not marks the first entry with a NaN: one entry of the sum then tells every rank, and nobody has to inspect the
+rest.
 """
 
 from __future__ import annotations
@@ -15,201 +13,167 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import CommError
+from ..comm import PendingSum
 from ..feedback.accumulator import Accumulator
 from ..kernels import backend
-from ..metrics.events import DENSE, ReductionEvent, Seconds, Span, Volume, Wire
-from ..metrics.traffic import Operation, Traffic, modelled, ring_moves
+from ..metrics.events import DENSE, ReductionEvent, Volume
 from ..wire.sparse_vector import all_finite
-from .bucket_reducer import BucketReducer, Inspect
-from .bucket_state import BucketResult, BucketState, dense_settled, not_finite
-from .small_sums import SMALL_BYTES, Moved, Poster, SmallSums, Wait
-
-_OPERATION = Operation("all_reduce", "dense")
+from .bucket_reducer import BucketReducer
+from .bucket_state import BucketResult, BucketState
+from .nonfinite import NonFiniteReport
+from .recorder import ReductionRecorder
 
 _LARGEST = (1 - 2**-10) * torch.finfo(torch.float32).max
 """The largest mean that counts as finite: a little less than the largest number, so that no sum overflows."""
 
 
-class Posted(NamedTuple):
-    """A bucket whose sum is under way."""
+class _Prepared(NamedTuple):
+    """A bucket that is ready to be summed."""
 
-    lane: BucketState
+    state: BucketState
     grad: Tensor
     scale: float | None
     acc: Accumulator
     mean: Tensor
     """What is summed: the memory of the gradient itself if nothing is added to it."""
-    found: list[str] | None
-    """The parameters that were not finite here, if the sum may be marked; None if it must be looked at."""
+    velocity: Tensor | None
+    nonfinite: list[str] | None
+    """The parameters that were not finite here, if the sum may be marked; None if the sum must be inspected."""
     idle: bool
     """Some parameter has no gradient here: its residual was set aside."""
     aside: ExitStack
-    wait: Wait
-    moved: Moved
     begun: float
-    posted: float
 
-    def finite(self) -> bool:
+    def sum_is_finite(self) -> bool:
         """The same on all ranks."""
-        return all_finite(self.mean) if self.found is None else math.isfinite(self.mean[0])
+        return all_finite(self.mean) if self.nonfinite is None else math.isfinite(self.mean[0])
 
-    def give_up(self) -> None:
-        """Without waiting for it."""
+    def cancel(self) -> None:
+        """Roll back without waiting for the sum."""
         with self.aside:
-            if self.acc.residual is not None:  # else the library may still be at work on the gradient itself
+            if self.acc.residual is not None:  # otherwise the library may still be at work on the gradient itself
                 self.acc.rollback()
 
 
-class Summed(NamedTuple):
-    """A sum that is there: what its event is made of, once somebody asks."""
-
-    lane: BucketState
-    nbytes: int
-    """Of the gradient."""
-    residual_norm: float
-    moved: Moved
-    before: Mapping[Operation, Traffic]
-    """What this rank has sent besides, since the reduction before this one."""
-    start: float
+class _UnderWay(NamedTuple):
+    bucket: _Prepared
+    sum: PendingSum
     posted: float
-    done: float
-    stop: float
-
-    def event(self, step: int) -> ReductionEvent:
-        size, exchange = self.lane.bucket.size, self.done - self.posted
-        traffic = {**self.before, _OPERATION: modelled(*self.moved, exchange)}
-        return ReductionEvent(
-            step=step, bucket=self.lane.index, phase=DENSE, algorithm="dense",
-            volume=Volume(size, size, self.nbytes), target_count=size, local_count=size,
-            threshold=0.0, global_threshold=0.0, exact=False, residual_norm=self.residual_norm,
-            wire=Wire.of(traffic), seconds=Seconds(exchange=exchange, other=self.stop - self.start - exchange),
-            slowest_rank=None, skipped=False, start=self.start, stop=self.stop,
-            spans=(Span("exchange", self.posted, self.done),), traffic=traffic,
-        )  # fmt: skip
 
 
-class PostedSums:
-    """Begins sums, and takes in what they give in the same order. One thread may begin while another one ends."""
+class DenseAllReduce:
+    """Averages buckets in the order they are begun, the same on all ranks."""
 
-    def __init__(self, reducer: BucketReducer, poster: Poster | None) -> None:
-        self._reducer, self._poster = reducer, poster
-        self._small = None
-        if poster is not None and reducer.settings.by_the_clock and reducer.meter.world > 1:
-            self._small = SmallSums(reducer.meter, poster, _OPERATION)
-        self.under_way: deque[Posted] = deque()
+    def __init__(self, reducer: BucketReducer) -> None:
+        self._reducer = reducer
+        self.under_way: deque[_UnderWay] = deque()
         self._free = 0.0
-        """When the last sum was done with: the next one counts from there."""
+        """When the last sum was finished: the time of the next one counts from there."""
+        self._dropping = False
+        """Whether a sum of this step was not finite."""
 
-    def possible(self, grad: Tensor) -> bool:
-        return self._poster is not None and grad.is_cpu and not self._reducer.settings.momentum
-
-    def begin(self, lane: BucketState, grad: Tensor, scale: float | None) -> None:
-        """Begin the sum of a bucket."""
-        assert self._poster is not None
-        one = self._ready(lane, grad, scale)
+    def begin(self, state: BucketState, grad: Tensor, scale: float | None) -> None:
+        """Begin to average a bucket. Its memory must be left alone until finish()."""
+        bucket = self._prepare(state, grad, scale)
         try:
-            wait = self._poster.post_sum(one.mean, _OPERATION)
+            pending = self._reducer.meter.begin_all_reduce(bucket.mean, "dense")
         except BaseException:
-            one.give_up()
+            bucket.cancel()
             raise
-        self.under_way.append(one._replace(wait=wait, posted=time.perf_counter()))
+        self.under_way.append(_UnderWay(bucket, pending, time.perf_counter()))
 
-    def at_once(self, lane: BucketState, grad: Tensor, scale: float | None) -> Summed | None:
-        """Make the sum of a bucket that is alone in its step, which all ranks know.
-
-        None if more is to be done, because of a residual, a scale, or numbers that are not finite: end() does it.
-        """
-        one = self._ready(lane, grad, scale)
-        self.under_way.append(one)
-        one = self.under_way[0] = one._replace(moved=self._sum(one), wait=_there)
-        if one.acc.residual is not None or scale is not None or not one.finite():
-            return None
-        self.under_way.clear()
-        return self._summed(one, 0.0, time.perf_counter())
-
-    def _ready(self, lane: BucketState, grad: Tensor, scale: float | None) -> Posted:
-        """What is to be summed, divided by the number of ranks."""
-        begun, idle, aside = time.perf_counter(), False, ExitStack()
-        work, residual = self._reducer.dense_work(lane, grad, scale)
-        acc, mean, world = Accumulator(work, residual), work, self._reducer.meter.world
+    def _prepare(self, state: BucketState, grad: Tensor, scale: float | None) -> _Prepared:
+        """What is to be summed: the gradient and its residual, divided by the number of ranks."""
+        begun, reducer, idle, velocity = time.perf_counter(), self._reducer, [], None
+        work, residual = reducer.dense_work(state.bucket, grad, scale)
+        acc, mean, aside = Accumulator(work, residual), work, ExitStack()
         try:
+            idle = aside.enter_context(reducer.set_aside(state.bucket, work, residual))
+            velocity = reducer.velocities.advance(state.bucket, work, idle)
             if residual is not None:
-                idle = bool(aside.enter_context(self._reducer.set_aside(lane.bucket, work, residual)))
                 mean = acc.values.clone()
-            found = _divide(mean, world, lane)
+            nonfinite = _divide(mean, reducer.meter.world, state)
         except BaseException:
             with aside:
                 acc.rollback()
             raise
-        moved = ring_moves(mean.nbytes, world)
-        return Posted(
-            lane, grad, scale, acc, mean, found, idle, aside, _not_there, moved, begun, time.perf_counter()
-        )  # fmt: skip
+        return _Prepared(state, grad, scale, acc, mean, velocity, nonfinite, bool(idle), aside, begun)
 
-    def _sum(self, one: Posted) -> Moved:
-        assert self._poster is not None
-        if self._small is not None and 0 < one.mean.nbytes <= SMALL_BYTES:
-            return self._small.sum_(one.mean)
-        self._poster.post_sum(one.mean, _OPERATION)()
-        return one.moved
-
-    def end(self, one: Posted, step: int, inspect: Inspect | None) -> tuple[BucketResult, ReductionEvent]:
-        """Wait for a sum. Without `inspect` it does not count: the step is lost already."""
-        one.wait()  # if that fails, the sum is still under way: cancel() takes it back
+    def finish_next(self, report: NonFiniteReport, step: int) -> tuple[BucketResult, ReductionEvent]:
+        """Wait for the next sum that is under way. Sums behind one that is not finite do not count."""
+        bucket, pending, posted = self.under_way[0]
+        pending.wait()  # if that fails, the sum is still under way: cancel() rolls it back
         done = time.perf_counter()
-        with one.aside:
-            skipped = inspect is None or not one.finite()
-            if not skipped:
-                one.acc.write_dense_mean(one.mean)
+        self.under_way.popleft()
+        with bucket.aside:
+            if not self._dropping and not bucket.sum_is_finite():
+                self._dropping = True
+                if bucket.nonfinite is not None:
+                    report.add(bucket.nonfinite)
+                else:
+                    report.add_sum(bucket.state, bucket.mean)
+            if self._dropping:
+                bucket.acc.rollback()
             else:
-                if inspect is not None:
-                    inspect(one.acc)
-                one.acc.rollback()
-        settled = dense_settled(one.lane, one.grad, one.acc, one.scale, skipped, one.idle)
-        norm = self._reducer.measure(one.lane, one.acc.residual, step)
-        return settled, self._summed(one, norm, done).event(step)
+                bucket.acc.write_dense_mean(bucket.mean)
+                self._reducer.velocities.commit(bucket.state.bucket, bucket.velocity, ())
+        result = self._result(bucket, self._dropping)
+        self._dropping = self._dropping and bool(self.under_way)
+        return result, self._record(bucket, posted, done, step)
 
-    def _summed(self, one: Posted, norm: float, done: float) -> Summed:
-        meter, free = self._reducer.meter, self._free
-        start, posted = max(one.begun, free), min(max(one.posted, free), done)
-        self._reducer.blocked = done - posted
-        stop = self._free = time.perf_counter()
-        return Summed(
-            one.lane, one.grad.nbytes, norm, one.moved, meter.take(), start, posted, done, stop
-        )  # fmt: skip
+    def _result(self, bucket: _Prepared, lost: bool) -> BucketResult:
+        # Only float32 is summed alike with a residual and without one, so that ranks need not agree on `emptied`.
+        residual, float32 = bucket.acc.residual, bucket.grad.dtype == torch.float32
+        emptied = residual is not None and float32 and not (lost or bucket.idle)
+        entries = None if lost else slice(None)
+        return BucketResult(
+            bucket.state, bucket.grad, bucket.acc.work, bucket.scale, dense_entries=entries, emptied=emptied
+        )
+
+    def _record(self, bucket: _Prepared, posted: float, done: float, step: int) -> ReductionEvent:
+        reducer, state, size = self._reducer, bucket.state, bucket.state.bucket.size
+        posted = min(max(posted, self._free), done)
+        recorder = ReductionRecorder(reducer.meter, step, state.index, size, max(bucket.begun, self._free))
+        recorder.add_exchange(posted, done)
+        reducer.blocked = done - posted
+        norm = reducer.residual_norm(state, bucket.acc.residual, step)
+        event = recorder.close(
+            DENSE, "dense", Volume(size, size, bucket.grad.nbytes), local_count=size, residual_norm=norm
+        )
+        self._free = event.stop
+        return event
+
+    def drop_overwritten(self) -> None:
+        """Wait for all sums, whose gradients the next ones have overwritten; residuals keep what they have."""
+        while self.under_way:
+            bucket, pending, _ = self.under_way[0]
+            pending.wait()
+            self.under_way.popleft()
+            bucket.aside.close()
 
     def cancel(self) -> None:
-        """Without waiting: the others will not answer any more."""
+        """Roll back without waiting: the other ranks will not answer any more."""
+        self._dropping = False
         while self.under_way:
-            self.under_way.popleft().give_up()
+            self.under_way.popleft().bucket.cancel()
 
 
-def _there() -> None:
-    """Waits for a sum that is there already."""
+def _divide(mean: Tensor, world: int, state: BucketState) -> list[str] | None:
+    """Divide by the number of ranks before the sum, as DDP does, for the same bits; mark non-finite vectors.
 
-
-def _not_there() -> None:
-    raise CommError(f"{_OPERATION}: this sum was not made")
-
-
-def _divide(mean: Tensor, world: int, lane: BucketState) -> list[str] | None:
-    """By the number of ranks, before the sum as in DDP: only that gives the same bits. Marks what is not finite.
-
-    Returns Posted.found. Other types than float32 are not marked: what their sums come to is not known before.
+    Returns _Prepared.nonfinite. Other types than float32 are not marked: their sums may overflow all the same.
     """
     if mean.dtype != torch.float32 or not mean.numel():
         mean.mul_(1.0 / world)
         return None
     if backend(mean).scale_(mean, 1.0 / world) <= _LARGEST / world:
         return []
-    found = not_finite(lane, mean)
+    found = state.nonfinite(mean)
     mean[0] = math.nan
     return found

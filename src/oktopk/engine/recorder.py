@@ -1,4 +1,4 @@
-"""The bookkeeping of one reduction: opened when it starts, closed into its event."""
+"""The one factory of reduction events: opened when a reduction starts, closed into its event."""
 
 from __future__ import annotations
 
@@ -6,70 +6,60 @@ import time
 from typing import Any
 
 from ..comm import Metered
-from ..metrics.events import ReductionEvent, Seconds, Volume, Wire
-from ..metrics.stopwatch import Stopwatch
+from ..metrics.events import ReductionEvent, Seconds, Volume, Wire, make_event
+from ..metrics.traffic import Span, Stopwatch
 from ..wire.sparse_comm import SparseCommunicator
 
 _LATE = 1e-3
-"""Seconds between the first and the last rank from which on somebody counts as late."""
-
-_NOTHING = {
-    "local_count": 0,
-    "threshold": 0.0,
-    "global_threshold": 0.0,
-    "exact": False,
-    "residual_norm": 0.0,
-}
+"""Seconds between the first and the last rank from which on the last one counts as a straggler."""
+_STAGES = ("select", "encode", "exchange", "decode")
 
 
 class ReductionRecorder:
-    """Takes the time and the traffic of one bucket in one step."""
+    """Takes the time and the traffic of one bucket, or of one group, in one step.
 
-    def __init__(self, meter: Metered, step: int, bucket: int, size: int) -> None:
-        self.meter, self.step, self.bucket, self.size = meter, step, bucket, size
-        self.start = time.perf_counter()
+    Reductions are recorded one after the other: what the meter has counted since the last one belongs to this one.
+    """
+
+    def __init__(self, meter: Metered, step: int, bucket: int, size: int, start: float | None = None) -> None:
+        self._meter, self._step, self._bucket, self._size = meter, step, bucket, size
+        self._start = time.perf_counter() if start is None else start
         self.watch = meter.stopwatch = Stopwatch()
 
     @property
     def exchange(self) -> float:
+        """Seconds spent in communication so far."""
         return self.watch.seconds("exchange")
 
     def close(
-        self,
-        phase: str,
-        algorithm: str,
-        volume: Volume,
-        wait: tuple[float, int | None] = (0.0, None),
-        **facts: Any,
+        self, phase: str, algorithm: str, volume: Volume, comm: SparseCommunicator | None = None, **facts: Any
     ) -> ReductionEvent:
-        """The event of the reduction, which ends now."""
-        stop = time.perf_counter()
-        waited, slowest = wait
-        named = dict.fromkeys(("select", "encode", "exchange", "decode"), 0.0)
-        for span in self.watch.spans:
-            if span.name in named:
-                named[span.name] += span.stop - span.start
-        other = max(0.0, stop - self.start - sum(named.values()))
+        """The event of the reduction, which ends now. `comm` tells who was late."""
+        stop, (waited, slowest) = time.perf_counter(), (0.0, None) if comm is None else self._lateness(comm)
+        named = {stage: self.watch.seconds(stage) for stage in _STAGES}
+        other = max(0.0, stop - self._start - sum(named.values()))
         named["exchange"] -= waited
-        traffic = self.meter.take()
-        return ReductionEvent(
-            step=self.step, bucket=self.bucket, phase=phase, algorithm=algorithm, volume=volume,
+        traffic = self._meter.pop_traffic()
+        return make_event(
+            self._step, self._bucket, phase, algorithm, volume, **({"target_count": self._size} | facts),
             wire=Wire.of(traffic), seconds=Seconds(**named, wait=waited, other=other), slowest_rank=slowest,
-            skipped=False, start=self.start, stop=stop, spans=tuple(self.watch.spans), traffic=traffic,
-            **(_NOTHING | {"target_count": self.size} | facts),
+            start=self._start, stop=stop, spans=tuple(self.watch.spans), traffic=traffic,
         )  # fmt: skip
 
+    def add_exchange(self, start: float, stop: float) -> None:
+        """Time that a collective has taken, which nobody had to wait for."""
+        self.watch.spans.append(Span("exchange", start, stop))
 
-def lateness(channel: SparseCommunicator, exchange: float) -> tuple[float, int | None]:
-    """(seconds this rank waited for ranks that came late, the rank that came last), if the messages tell.
+    def _lateness(self, comm: SparseCommunicator) -> tuple[float, int | None]:
+        """(seconds this rank waited for stragglers, the rank that came last), if the messages tell.
 
-    All ranks have told how long they were blocked. The last one to come was blocked only as long as the
-    exchange itself takes; whatever the others were blocked longer, they waited for it.
-    """
-    if len(channel.blocked_received) < channel.world - 1 or channel.world == 1:
-        return 0.0, None
-    blocked = channel.blocked_received | {channel.rank: channel.blocked_sent}
-    last = min(blocked, key=lambda rank: (blocked[rank], rank))
-    if max(blocked.values()) - blocked[last] < _LATE:
-        return 0.0, None
-    return min(exchange, max(0.0, channel.blocked_sent - blocked[last])), last
+        All ranks have sent how long they were blocked. The last one to come was blocked only as long as the
+        exchange itself takes; whatever the others were blocked longer, they waited for it.
+        """
+        if len(comm.blocked_received) < comm.world - 1 or comm.world == 1:
+            return 0.0, None
+        blocked = comm.blocked_received | {comm.rank: comm.blocked_sent}
+        last = min(blocked, key=lambda rank: (blocked[rank], rank))
+        if max(blocked.values()) - blocked[last] < _LATE:
+            return 0.0, None
+        return min(self.exchange, max(0.0, comm.blocked_sent - blocked[last])), last

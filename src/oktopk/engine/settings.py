@@ -1,4 +1,4 @@
-"""What the user can set, checked, in one place for all front ends."""
+"""What the user can set, validated, in one place for all front ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
-from ..algorithms import Algorithm, Dense, find_algorithm
+from ..algorithms import Algorithm, find_algorithm
 from ..wire.message import VALUE_CODES
-from .schedule import Schedule
 
 
 class Options(TypedDict, total=False):
@@ -22,31 +21,37 @@ class Options(TypedDict, total=False):
     dense: Sequence[str]
     dense_below: int
     max_skipped: int
-    join: int
+    fusion_entries: int
     ranks_per_host: int
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are reduced; the same on all ranks.
+    """How gradients are averaged; the same on all ranks. Front ends build it from their keywords.
 
-    algorithm      a name of oktopk.ALGORITHMS, or an algorithm with settings of its own
-    density        the share of entries to send, in (0, 1]
-    warmup_steps   that many steps are dense before the sparse phase
-    ramp_steps     that many sparse steps come down from a density of 25 % to the one asked for
-    values         fp32, bf16, fp16 or e4m3 (8 bits) on the wire; what rounding loses stays in the residual
-    momentum       momentum correction with factor masking (as in Deep Gradient Compression); the optimizer must
-                   then have no momentum of its own
-    norm_clip      scale this rank's gradient down to that norm before it is compressed; the norm is that of the
-                   whole model, so reductions start only when backward has ended
-    dense          parameters whose name matches one of these patterns (like "*.bias") always go dense
-    dense_below    so do those with fewer entries
-    max_skipped    that many skipped steps in a row are an error
-    join           sparse buckets share their messages until so many entries are selected: it costs fewer rounds;
-                   0 lets each go by itself, which hides more of the exchange behind a long backward
-    ranks_per_host so many ranks, numbered host by host, average in the memory of their host, and the first of
-                   them exchanges with those of other hosts; 1 lets every rank exchange with all others
-    auto           time both ways and keep the faster one for each bucket
+    Attributes:
+        algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object with parameters of its own.
+        density: share of entries that each rank sends in a sparse step, in (0, 1].
+        warmup_steps: number of dense steps before the sparse phase.
+        ramp_steps: number of sparse steps over which the density falls from 25 % to `density`.
+        values: format of values on the wire: fp32, bf16, fp16 or e4m3 (8 bits). The rounding error stays in the
+            residual.
+        momentum: factor of momentum correction with factor masking, as in Deep Gradient Compression; 0 is off. The
+            optimizer must then have no momentum of its own.
+        norm_clip: scale this rank's gradient down to this norm before it is compressed; None is off. The norm is
+            that of the whole model, so that no bucket is exchanged before backward has ended.
+        dense: patterns such as "*.bias"; parameters whose name matches one are always averaged densely.
+        dense_below: parameters with fewer entries than this are always averaged densely, too.
+        max_skipped: number of skipped steps in a row that raises NonFiniteError.
+        fusion_entries: sparse buckets are fused, to share messages, until together they send this many entries.
+            0 exchanges each bucket by itself, which hides more of the exchange behind a long backward pass.
+        ranks_per_host: number of ranks on each host, numbered host by host. They are averaged inside the host, and
+            one of them exchanges with the leaders of other hosts. With 1, every rank exchanges with every other.
+        auto: measure dense and sparse steps, and use the faster way.
+
+    >>> from oktopk import ALGORITHMS
+    >>> Settings(ALGORITHMS["oktopk"](), density=0.02).warmup_steps
+    128
     """
 
     algorithm: Algorithm
@@ -59,51 +64,36 @@ class Settings:
     dense: tuple[str, ...] = ()
     dense_below: int = 0
     max_skipped: int = 25
-    join: int = 250_000
+    fusion_entries: int = 250_000
     ranks_per_host: int = 1
     auto: bool = False
 
     @classmethod
-    def of(
-        cls,
-        algorithm: str | Algorithm,
-        density: float,
-        warmup_steps: int,
-        norm_clip: float | None,
-        auto: bool,
+    def from_options(
+        cls, algorithm: str | Algorithm, density: float, warmup_steps: int, norm_clip: float | None, auto: bool,
         options: Options,
-    ) -> Settings:
+    ) -> Settings:  # fmt: skip
+        """The settings that a front end was given as keywords."""
         chosen: dict[str, Any] = dict(options)
         patterns = chosen.pop("dense", ())
         if isinstance(patterns, str):
-            raise ValueError(f"dense must be a list of patterns like ['*.bias'], got {patterns!r}")
+            raise ValueError(f"dense must be a list of patterns such as ['*.bias'], got {patterns!r}")
         for name in sorted(set(chosen) - set(Options.__annotations__)):
             raise TypeError(f"unknown option {name!r}: {_hint(name, list(cls.__dataclass_fields__))}")
         return cls(
-            find_algorithm(algorithm),
-            density,
-            warmup_steps,
-            norm_clip=norm_clip,
-            auto=auto,
-            dense=tuple(patterns),
-            **chosen,
-        )
+            find_algorithm(algorithm), density, warmup_steps,
+            norm_clip=norm_clip, auto=auto, dense=tuple(patterns), **chosen,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         number = isinstance(self.density, (int, float)) and not isinstance(self.density, bool)
         if not number or not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], got {self.density!r}")
-        for name, least in (
-            ("warmup_steps", 0),
-            ("ramp_steps", 0),
-            ("dense_below", 0),
-            ("max_skipped", 1),
-            ("join", 0),
-            ("ranks_per_host", 1),
-        ):
+        least_of = dict.fromkeys(("warmup_steps", "ramp_steps", "dense_below", "fusion_entries"), 0)
+        for name, least in {**least_of, "max_skipped": 1, "ranks_per_host": 1}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if self.values not in VALUE_CODES:
             raise ValueError(f"unknown value format {self.values!r}: choose one of {', '.join(VALUE_CODES)}")
         if not 0 <= self.momentum < 1:
@@ -111,16 +101,8 @@ class Settings:
         if self.norm_clip is not None and not self.norm_clip > 0:
             raise ValueError(f"norm_clip must be positive or None, got {self.norm_clip!r}")
 
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(self.density, self.warmup_steps, self.ramp_steps)
-
-    @property
-    def by_the_clock(self) -> bool:
-        """Whether the clock chooses how to sum. The algorithm `dense` has no choice: it sums as DDP does."""
-        return self.auto and not isinstance(self.algorithm, Dense)
-
     def always_dense(self, name: str, size: int) -> bool:
+        """Whether a parameter is never compressed."""
         return size < self.dense_below or any(fnmatchcase(name, pattern) for pattern in self.dense)
 
     def terms(self) -> dict[str, object]:
@@ -129,8 +111,8 @@ class Settings:
 
 
 def _hint(name: str, fields: list[str]) -> str:
-    if name in ("algorithm", "compressor"):
-        return f"here it is called {'compressor' if name == 'algorithm' else 'algorithm'!r}"
     known = [*fields, "buckets", "grad_scaler", "sinks", "timeout", "trainer"]
+    if name == "compressor":
+        return "it is called 'algorithm' here"
     close = get_close_matches(name, known, 1)
     return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"

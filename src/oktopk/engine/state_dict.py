@@ -1,4 +1,4 @@
-"""What a rank keeps of a run, as tensors and primitives; and how a changed number of ranks shares it anew."""
+"""What a rank keeps of a run, as tensors and primitives; and how another number of ranks shares it."""
 
 from __future__ import annotations
 
@@ -11,94 +11,109 @@ import torch
 from torch import Tensor
 
 from ..feedback.buckets import Bucket
-from .bucket_state import BucketState
+from .bucket_state import BucketGroup, BucketState
 from .step import StepReducer
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _MEMORIES = ("residuals", "velocities")
+_COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 
 
 def save_state(steps: StepReducer) -> dict[str, Any]:
     algorithm = steps.settings.algorithm
+    buckets = sorted(steps.buckets.values(), key=lambda state: state.index)
+    places = {state.bucket: place for place, state in enumerate(buckets)}
     return {
         "format": FORMAT,
         "rank": steps.meter.rank,
         "world": steps.meter.world,
         "ranks_per_host": steps.settings.ranks_per_host,
-        "step": steps.step,
-        "skipped_steps": steps.skipped_steps,
-        "skipped_in_a_row": steps.skipped_in_a_row,
+        **{name: getattr(steps, name) for name in _COUNTERS},
         "algorithm": repr(algorithm),
         "residuals": steps.reducer.residuals.state_dict(),
         "velocities": steps.reducer.velocities.state_dict(),
-        "buckets": [
+        "buckets": [{"names": list(state.bucket.names), "sizes": list(state.bucket.sizes)} for state in buckets],
+        "groups": [
             {
-                "names": list(lane.bucket.names),
-                "sizes": list(lane.bucket.sizes),
-                "tracking": algorithm.pack_state(lane.tracking),
-                "goes_dense": lane.choice.dense,
-                "seconds": list(lane.choice.typical() if steps.settings.auto else lane.choice.agreed),
+                "buckets": [places[state.bucket] for state in group.members],
+                "tracking": algorithm.pack_state(group.tracking),
             }
-            for lane in sorted(steps.lanes.values(), key=lambda lane: lane.index)
+            for group in steps.groups.values()
+            if group.tracking is not None and all(state.bucket in places for state in group.members)
         ],
+        "autotune": steps.autotune.state_dict(),
     }
 
 
 def load_state(steps: StepReducer, saved: Mapping[str, Any]) -> None:
     """Take over what was saved. Nothing is changed if it does not fit."""
-    with _as_state_dict():
+    with _reading_state_dict():
         _check(steps, saved)
-        lanes = _lanes(steps, saved)
-        counters = {name: int(saved[name]) for name in ("step", "skipped_steps", "skipped_in_a_row")}
+        layout = saved_layout(saved)
+        # In order, but none that counts: ranks agree on the place of a bucket before they use it.
+        states = [
+            BucketState(bucket, place - len(layout), torch.empty(0, dtype=torch.int64))
+            for place, bucket in enumerate(layout)
+        ]
+        groups = _groups(steps, saved, states)
+        counters = {name: int(saved[name]) for name in _COUNTERS}
         residuals, velocities = (_memory(saved, name) if steps.exchanges else {} for name in _MEMORIES)
+        steps.autotune.load_state_dict(saved["autotune"])
     for name, value in counters.items():
         setattr(steps, name, value)
     steps.reducer.residuals.load_state_dict(residuals)
     steps.reducer.velocities.load_state_dict(velocities)
-    steps.lanes = lanes
+    steps.buckets, steps.groups = {state.bucket: state for state in states}, groups
+
+
+def _groups(steps: StepReducer, saved: Mapping[str, Any], states: list[BucketState]) -> dict[Bucket, BucketGroup]:
+    """The groups that buckets were fused in, with what the algorithm remembers of each."""
+    algorithm = steps.settings.algorithm
+    if saved["algorithm"] != repr(algorithm):
+        _log.warning("the checkpoint is of %s: its residuals are kept, its thresholds are not", saved["algorithm"])
+        return {}
+    groups = {}
+    for entry in saved["groups"]:
+        group = BucketGroup(
+            tuple(states[place] for place in entry["buckets"]), algorithm.unpack_state(entry["tracking"])
+        )
+        problem = group.tracking is not None and algorithm.state_problem(group.tracking, group.size)
+        if problem:
+            raise ValueError(f"checkpoint does not match the model: {problem}")
+        groups[group.members[0].bucket] = group
+    return groups
 
 
 def _memory(saved: Mapping[str, Any], memory: str) -> dict[str, Tensor]:
     parts = dict(saved[memory])
     for name, part in parts.items():
         if part.layout is not torch.strided:
-            raise ValueError(f"the {memory} of {name} are no dense tensor")
+            raise ValueError(f"the {memory} of {name} are not a dense tensor")
     return parts
-
-
-def _lanes(steps: StepReducer, saved: Mapping[str, Any]) -> dict[Bucket, BucketState]:
-    algorithm = steps.settings.algorithm
-    known = saved["algorithm"] == repr(algorithm)
-    if not known:
-        _log.warning("the checkpoint is of %s: its residuals are kept, its thresholds are not", saved["algorithm"])
-    lanes = {}
-    for index, (bucket, entry) in enumerate(zip(saved_layout(saved), saved["buckets"], strict=True)):
-        place = index - len(saved["buckets"])  # in order, but none that counts: ranks agree on it first
-        lane = BucketState(bucket, place, torch.empty(0, dtype=torch.int64))
-        lane.tracking = algorithm.unpack_state(entry["tracking"]) if known else None
-        dense, sparse = entry["seconds"]
-        lane.choice.dense, lane.choice.agreed = bool(entry["goes_dense"]), (float(dense), float(sparse))
-        lanes[bucket] = lane
-    return lanes
 
 
 def saved_layout(saved: Mapping[str, Any]) -> tuple[Bucket, ...]:
     """The buckets that a state_dict was taken with, in their order."""
-    with _as_state_dict():
+    with _reading_state_dict():
         return tuple(Bucket(tuple(entry["names"]), tuple(entry["sizes"])) for entry in saved["buckets"])
 
 
 @contextmanager
-def _as_state_dict() -> Iterator[None]:
+def _reading_state_dict() -> Iterator[None]:
     try:
         yield
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"this is not a state_dict of oktopk: {error!r}") from error
 
 
 def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
+    if saved["format"] == 1:
+        raise ValueError(
+            "the state was saved by oktopk 0.1, which this version cannot read: load only the model and the "
+            "optimizer, and let residuals start at zero"
+        )
     if saved["format"] != FORMAT:
         raise ValueError(f"the state has format {saved['format']!r}, this version of oktopk reads {FORMAT}")
     rank, world = steps.meter.rank, steps.meter.world
@@ -124,8 +139,27 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
     """The state of one of `world` ranks, made from those of all ranks of an earlier run, in any order.
 
     Each rank gets the mean of the old residuals, so that the sum over ranks, divided by their number, is what
-    it was: Σe'/P' = Σe/P; with ranks_per_host, over the leaders and by their number. States are taken one at a
-    time: hand over a generator that reads file after file.
+    it was: Σe'/P' = Σe/P; with ranks_per_host, over the leaders and by their number.
+
+    Args:
+        states: The state_dict() of every rank of the earlier run. They are read one at a time: pass a generator
+            that loads file after file.
+        rank: The rank that the new state is for.
+        world: The new number of ranks.
+
+    Returns:
+        A state for load_state_dict() on that rank. Thresholds are not kept: the first sparse step evaluates them.
+
+    Example:
+        >>> import torch, oktopk
+        >>> def train(comm):
+        ...     weights = [("w", torch.zeros(8, requires_grad=True))]
+        ...     with oktopk.AllReducer(weights, comm=comm, warmup_steps=0) as reducer:
+        ...         reducer.sync({"w": torch.arange(8.0)})
+        ...         return reducer.state_dict()
+        >>> state = oktopk.redistribute(oktopk.run_threads(2, train), rank=0, world=1)
+        >>> state["world"], state["residuals"]["w"].tolist()
+        (1, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
     """
     first: dict[str, Any] | None = None
     sums: dict[str, dict[str, Tensor]] = {name: {} for name in _MEMORIES}
@@ -160,5 +194,5 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
         "rank": rank,
         "world": world,
         "ranks_per_host": None,
-        "buckets": [{**entry, "tracking": None} for entry in first["buckets"]],
+        "groups": [],
     }

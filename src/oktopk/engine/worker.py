@@ -1,4 +1,4 @@
-"""One thread that does jobs in the order they come in, and whose errors are raised where one waits for it."""
+"""A thread that runs jobs in order; an error of a job is raised in the thread that waits for it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-Job = Callable[[], None]
+from ..utils.timeouts import TIMEOUTS
 
-_INTERRUPTED = (
-    "an interrupt came in the middle of a step, and this rank may now hold something else than the others: start "
-    "again, from the last checkpoint if there is one"
-)
-_CHECK_SECONDS = 1.0
-_EXIT_SECONDS, _FAREWELL_SECONDS = 0.5, 5.0
-"""How long jobs may still take when the process ends; and when the worker is closed, or was woken."""
+Job = Callable[[], object]
+
+_INTERRUPTED = "interrupted mid-step: this rank may have diverged. Restart from the last checkpoint"
 
 
 class _Shared:
@@ -85,12 +81,12 @@ class _Shared:
         self.thread.join(patience)
         if wake and self.thread.is_alive() and self.wake is not None:
             self.wake()
-            self.thread.join(_FAREWELL_SECONDS)
+            self.thread.join(TIMEOUTS.close)
         return not self.thread.is_alive()
 
     def leave(self) -> None:
         """The process ends; or nobody knows the worker any more, whose thread then comes to its end by itself."""
-        self.close(_EXIT_SECONDS, wake=not threading.main_thread().is_alive())
+        self.close(TIMEOUTS.exit, wake=not threading.main_thread().is_alive())
 
 
 class Worker:
@@ -153,7 +149,7 @@ class Worker:
         shared = self._shared
         with shared.changed:
             while (shared.jobs or shared.busy) and shared.error is None:
-                if not shared.changed.wait(_CHECK_SECONDS) and not self.alive and shared.error is None:
+                if not shared.changed.wait(TIMEOUTS.poll) and not self.alive and shared.error is None:
                     raise RuntimeError(f"{self._name} has ended without finishing its work")
         self._raise()
 
@@ -166,7 +162,7 @@ class Worker:
 
         An error that nobody has seen is not raised.
         """
-        return self._shared.close(_FAREWELL_SECONDS, wake)
+        return self._shared.close(TIMEOUTS.close, wake)
 
     def _raise(self) -> None:
         if self._shared.error is not None:

@@ -1,153 +1,112 @@
-"""AllReducer: named buckets for a hand-written loop, and for the wrapped optimizer."""
+"""AllReducer: averages named gradients in a hand-written training loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..algorithms import Algorithm
-from ..comm import DEFAULT_TIMEOUT, Communicator, exclusive_communicator
+from ..comm import Communicator, exclusive_communicator
 from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
-from ..engine.state_dict import saved_layout
-from ..feedback.buckets import (
-    DEFAULT_BUCKET_MB,
-    Bucket,
-    BucketPlan,
-    gather,
-    layout_mismatch,
-    make_buckets,
-    scatter,
-)
+from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink
+from ..utils.timeouts import TIMEOUTS
+from .base import FrontEnd, choose_algorithm
+from .bucketed import BucketedGradients, check_pairs
 
 
-class AllReducer(AsyncReducer):
-    """Averages named gradients over all ranks, sparsely, in buckets, in the background.
+class AllReducer(FrontEnd):
+    """Averages named gradients over all ranks by sparse all-reduce with error feedback, bucket by bucket.
 
-        with oktopk.AllReducer(model.named_parameters(), density=0.01) as reducer:
-            for batch in data:
-                loss(batch).backward()
-                reducer.sync({name: p.grad for name, p in model.named_parameters()})
-                optimizer.step()
+    Without torch.distributed this process is the only rank.
 
-    Keywords beyond those named are in oktopk.Settings. `buckets` is "model" for the whole model at once (the
-    paper's k), a size in MB, or lists of names. Without torch.distributed this process is the only rank.
+    Args:
+        named_parameters: pairs of name and parameter, as from model.named_parameters().
+        algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
+        density: share of entries that each rank sends in a sparse step.
+        comm: the ranks; by default those of torch.distributed, over connections of its own.
+        trainer: an object whose lists of metrics are filled; see set_trainer().
+        warmup_steps: number of dense steps before the sparse phase.
+        buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
+        auto: measure dense and sparse steps, and use the faster way.
+        norm_clip: scale this rank's gradient down to this norm before it is compressed.
+        grad_scaler: the GradScaler whose scale the gradients have.
+        sinks: where the metrics of every step go.
+        timeout: seconds that any wait for another rank may take.
+        compressor: another name for `algorithm`.
+        **options: the other fields of `oktopk.Settings`.
+
+    Example:
+        >>> import torch, oktopk
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with oktopk.AllReducer(model.named_parameters(), density=0.01, warmup_steps=0) as reducer:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     averaged = reducer.sync({name: p.grad for name, p in model.named_parameters()})
+        >>> sorted(averaged)
+        ['bias', 'weight']
     """
 
     def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, Tensor]],
-        compressor: str | Algorithm = "oktopk",
-        density: float = 0.01,
-        comm: Communicator | None = None,
-        trainer: Any = None,
-        *,
-        warmup_steps: int = 128,
-        buckets: BucketPlan = DEFAULT_BUCKET_MB,
-        auto: bool = False,
-        norm_clip: float | None = None,
-        grad_scaler: Scaler | None = None,
-        sinks: Iterable[MetricsSink] = (),
-        timeout: float = DEFAULT_TIMEOUT,
-        **options: Unpack[Options],
-    ) -> None:
-        settings = Settings.of(compressor, density, warmup_steps, norm_clip, auto, options)
-        self._parameters = dict(_pairs(named_parameters))
-        self.buckets = make_buckets(self._sizes(), buckets, _kinds(self._parameters))
-        super().__init__(
-            settings,
-            exclusive_communicator(timeout) if comm is None else comm,
-            owns_comm=comm is None,
-            trainer=trainer,
-            grad_scaler=grad_scaler,
-            sinks=sinks,
-        )
-        self._flat: dict[Bucket, Tensor] = {}
+        self, named_parameters: Iterable[tuple[str, Tensor]], algorithm: str | Algorithm = "oktopk",
+        density: float = 0.01, comm: Communicator | None = None, trainer: Any = None, *, warmup_steps: int = 128,
+        buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = False, norm_clip: float | None = None,
+        grad_scaler: Scaler | None = None, sinks: Iterable[MetricsSink] = (), timeout: float = TIMEOUTS.operation,
+        compressor: str | Algorithm | None = None, **options: Unpack[Options],
+    ) -> None:  # fmt: skip
+        chosen = choose_algorithm(algorithm, compressor)
+        settings = Settings.from_options(chosen, density, warmup_steps, norm_clip, auto, options)
+        self._gradients = BucketedGradients(check_pairs(named_parameters), buckets)
+        owned = exclusive_communicator(timeout) if comm is None else comm
+        engine = AsyncReducer(settings, owned, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
+        self._hold(engine, trainer)
+
+    @property
+    def step(self) -> int:
+        """How many steps have been averaged, skipped ones included."""
+        return self._engine.step
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets, in the order they are exchanged."""
+        return self._gradients.buckets
 
     def sync(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Replace each gradient by the mean over all ranks, and return them by name.
+        """Replace every gradient by the mean over all ranks.
 
-        A parameter whose gradient is missing counts as zeros here, and gets one. In a skipped step all of them
-        are zeros: look at `skipped`, and leave out optimizer.step().
+        In a skipped step all of them are zeros: check `skipped`, and leave out optimizer.step().
+
+        Args:
+            grads: gradients by name, changed in place. A missing one counts as zeros.
+
+        Returns:
+            All gradients by name; missing ones are made.
         """
-        unknown = [name for name in grads if name not in self._parameters]
-        if unknown:
-            raise ValueError(f"unknown parameter {unknown[0]!r}: gradients go by the names given at the start")
+        parameters = self._gradients.parameters
         for name, grad in grads.items():
-            if grad is not None and grad.shape != self._parameters[name].shape:
-                shape = tuple(self._parameters[name].shape)
+            if name not in parameters:
+                raise ValueError(
+                    f"unknown parameter {name!r}: expected a name passed to AllReducer(named_parameters=…)"
+                )
+            if grad is not None and grad.shape != parameters[name].shape:
+                shape = tuple(parameters[name].shape)
                 raise ValueError(f"the gradient of {name} has shape {tuple(grad.shape)}, its parameter {shape}")
-        factor = self.clip_factor(grad for grad in grads.values() if grad is not None)
+        factor = self._engine.clip_factor(grad for grad in grads.values() if grad is not None)
         for bucket in self.buckets:
-            self.submit_named(bucket, grads, factor)
-        return self.finish_named(grads)
+            self._gradients.submit(self._engine, bucket, grads, factor)
+        return self._gradients.finish(self._engine, grads)
 
-    def submit_named(self, bucket: Bucket, grads: Mapping[str, Tensor | None], factor: float = 1.0) -> None:
-        """Hand over the gradients of a bucket; the worker copies them into one vector."""
-        flat = self._flat_for(bucket)
-        steps, scale = self._steps, self._scale()
-        held = {name: grads.get(name) for name in bucket.names}
+    def abandon(self) -> None:
+        """Give up a step that sync() could not finish, on all ranks: what was sent returns to the residuals."""
+        self._engine.abandon()
 
-        @torch.no_grad()
-        def job() -> None:
-            gather(bucket, held, flat)
-            if factor != 1.0:
-                flat.mul_(factor)
-            steps.reduce(bucket, flat, scale)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where this rank's state_dict() was taken, in the buckets that it had.
 
-        self._hand_over(job)
-
-    @torch.no_grad()
-    def finish_named(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Wait for the step, and put the results where the gradients were."""
-        self.finish()
-        result = {}
-        for bucket in self.buckets:
-            flat = self._flat_for(bucket)
-            scatter(bucket, flat, grads)
-            for name, place in bucket.places.items():
-                grad = grads.get(name)
-                made = grad if grad is not None else flat[place].view(self._parameters[name].shape).clone()
-                result[name] = made
-        return result
-
-    def extend(self, named_parameters: Mapping[str, Tensor]) -> None:
-        """More parameters, in buckets of their own after the others."""
-        self.drain()
-        self._parameters |= named_parameters
-        new = {name: p.numel() for name, p in named_parameters.items() if p.requires_grad}
-        self.buckets += make_buckets(new, kinds=_kinds(self._parameters)) if new else ()
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where this rank's state_dict() was taken, in the buckets that it had."""
-        layout = saved_layout(saved)
-        if layout and (problem := layout_mismatch(layout, self._sizes())):
-            raise ValueError(problem)
-        super().load_state_dict(saved)
-        self.buckets = layout or self.buckets
-        self._flat = {}
-
-    def _sizes(self) -> dict[str, int]:
-        return {name: p.numel() for name, p in self._parameters.items() if p.requires_grad}
-
-    def _flat_for(self, bucket: Bucket) -> Tensor:
-        if bucket not in self._flat:
-            like = self._parameters[bucket.names[0]]
-            self._flat[bucket] = torch.empty(bucket.size, dtype=like.dtype, device=like.device)
-        return self._flat[bucket]
-
-
-def _pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for pair in named_parameters:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError("named_parameters must be pairs of name and tensor: pass model.named_parameters()")
-        yield pair
-
-
-def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.device]]:
-    return {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+        Args:
+            state_dict: of the same rank and number of ranks; see `oktopk.redistribute` for another number.
+        """
+        self._gradients.load_state_dict(self._engine, state_dict)

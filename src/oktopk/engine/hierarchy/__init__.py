@@ -1,0 +1,7 @@
+"""Hierarchical all-reduce: the ranks of a host average among themselves, and one of them speaks for all."""
+
+from __future__ import annotations
+
+from .local_group import LocalGroup, make_local_group
+
+__all__ = ["LocalGroup", "make_local_group"]

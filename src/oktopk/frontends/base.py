@@ -1,0 +1,122 @@
+"""What all front ends share: the engine that they hold, and what they show users of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from ..algorithms import Algorithm
+from ..comm import Communicator
+from ..engine.async_reducer import AsyncReducer
+from ..engine.settings import Settings
+from ..metrics.events import MetricsSink, StepEvent
+from ..metrics.sinks import TrainerLists
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Self = TypeVar("Self", bound="FrontEnd")
+
+
+class FrontEnd:
+    """Holds an engine, and shows what users call. All of it is between steps, or waits until it is."""
+
+    _engine: AsyncReducer
+
+    def _hold(self, engine: AsyncReducer, trainer: Any) -> None:
+        self._engine = engine
+        if trainer is None:
+            _log.debug("no trainer is linked: its lists of metrics are not filled")
+        else:
+            self.set_trainer(trainer)
+
+    @property
+    def last(self) -> StepEvent | None:
+        """The metrics of the last step; None before the first one."""
+        return self._engine.last
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite."""
+        return self._engine.skipped
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Fill the trainer's lists of metrics from now on, one entry per step.
+
+        Args:
+            trainer: any object; it gets the lists `sparsities`, `compression_ratios`, `communication_sizes`.
+        """
+        self.add_sink(TrainerLists(trainer))
+
+    def add_sink(self, sink: MetricsSink) -> None:
+        """Pass every step from now on to one more sink.
+
+        Args:
+            sink: an object of `oktopk.metrics.sinks`, or anything with emit() and close().
+        """
+        self._engine.add_sink(sink)
+
+    def stats(self) -> dict[str, float]:
+        """The present state in figures, for loggers: steps, densities, bytes, seconds of the last step."""
+        return self._engine.stats()
+
+    def run(self, job: Callable[[Communicator], T]) -> T:
+        """Let all ranks communicate between steps: to save a checkpoint, say.
+
+        Args:
+            job: called with the communicator, in the worker thread; all ranks must pass the same.
+
+        Returns:
+            What `job` returns.
+        """
+        return self._engine.run(job)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, thresholds and counters of this rank, as tensors and primitives: every rank saves its own."""
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where this rank's state_dict() was taken.
+
+        Args:
+            state_dict: of the same rank and number of ranks; see `oktopk.redistribute` for another number.
+        """
+        self._engine.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End the worker thread and its connections, and close the sinks. Calling it twice is fine."""
+        self._engine.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._engine!r})"
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def choose_algorithm(algorithm: str | Algorithm, compressor: str | Algorithm | None) -> str | Algorithm:
+    """The algorithm; `compressor` is another name for the same argument."""
+    if compressor is None:
+        return algorithm
+    if algorithm not in ("oktopk", compressor):
+        raise ValueError(f"algorithm={algorithm!r} and compressor={compressor!r} are the same argument: give one")
+    return compressor
+
+
+def check_momentum(settings: Settings, optimizer: Optimizer) -> None:
+    """Raise if momentum correction meets an optimizer that has a momentum of its own."""
+    if settings.momentum and any(
+        group.get("momentum") or any(group.get("betas", ())[:1]) for group in optimizer.param_groups
+    ):
+        raise ValueError(
+            f"momentum correction (momentum={settings.momentum}) replaces the optimizer's own momentum: set that "
+            f"of {type(optimizer).__name__} to 0, or use plain SGD"
+        )
