@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: hook the prepared model, and let save_state() and load_state() take every rank along.
+"""Hugging Face Accelerate: hook the prepared model; save_state() and load_state() include the state of every rank.
 
 python examples/accelerate.py
 torchrun --nproc-per-node 2 examples/accelerate.py --out run
@@ -27,15 +27,17 @@ from accelerate import Accelerator
 def save_with(accelerator: Accelerator, state: oktopk.OkTopkState) -> None:
     """Make the state a part of the accelerator's checkpoints.
 
-    register_for_checkpointing() will not do: of what is registered there, only the first rank's is written.
+    register_for_checkpointing() is not enough: it only writes the state of the first rank.
     These hooks run on all ranks.
     """
 
+    name = f"oktopk-rank{accelerator.process_index}.pt"
+
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        torch.save(state.state_dict(), Path(folder) / f"oktopk-rank{state.rank}.pt")
+        torch.save(state.state_dict(), Path(folder) / name)
 
     def load(models: list[Any], folder: str) -> None:
-        state.load_state_dict(torch.load(Path(folder) / f"oktopk-rank{state.rank}.pt", weights_only=True))
+        state.load_state_dict(torch.load(Path(folder) / name, weights_only=True))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -72,7 +74,7 @@ def main() -> None:
         accelerator.backward(cross_entropy(model(x), y))
         optimizer.step()
 
-    accelerator.print(summary(state.world, accuracy(accelerator.unwrap_model(model), test), memory))
+    accelerator.print(summary(accelerator.num_processes, accuracy(accelerator.unwrap_model(model), test), memory))
     if chosen.out:
         accelerator.save_state(str(chosen.out))
     state.close()

@@ -1,7 +1,7 @@
-"""The bare collective on ranks that are threads of one process: what each algorithm sends, and what it keeps.
+"""The bare collective with every algorithm; the ranks are threads of one process.
 
-Every rank has a gradient of its own, adds its residual, and takes part in the allreduce; after some steps the
-table shows, per rank and step, what went over the wire and how far that is from a dense allreduce.
+Every rank adds its residual to its own gradient and takes part in the all-reduce. After some steps the table
+shows, per rank and step, the bytes on the wire and the difference from a dense all-reduce.
 
     .venv/bin/python examples/collective.py --ranks 5 --size 2000000 --density 0.005
 """
@@ -18,14 +18,14 @@ import oktopk
 
 
 def gradient(size: int, rank: int, step: int) -> torch.Tensor:
-    """Heavy-tailed, partly the same on all ranks, different in every step."""
+    """Draw a heavy-tailed gradient that is partly the same on all ranks and differs in every step."""
     shared, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + 1000 * rank + step)
     scale = torch.randn(size, generator=shared).exp()
     return scale * (0.3 * torch.randn(size, generator=shared) + torch.randn(size, generator=own))
 
 
 def train(comm: oktopk.Communicator, algorithm: str, size: int, density: float, steps: int) -> list[oktopk.Info]:
-    """What a training loop would do with its gradient, a few times."""
+    """Reduce a few gradients, as a training loop would."""
     residual, state, infos = torch.zeros(size), None, []
     for step in range(steps):
         result, info = oktopk.sparse_allreduce(

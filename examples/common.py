@@ -1,6 +1,6 @@
-"""What the examples share: data, a small model, options, and the figures at the end. No example is about these.
+"""Shared by the examples: data, a small model, options, and the summary at the end.
 
-Keep it beside them: Python finds it there.
+Keep this file beside the examples, so that Python finds it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from oktopk.metrics.sinks import MemorySink
 
 
 def options(description: str | None, steps: int = 200, density: float = 0.01) -> argparse.ArgumentParser:
-    """The options of all examples. Most steps are sparse."""
+    """Make a parser with the options of all examples. By default, most steps are sparse."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, kind, default, meaning in (
+    for name, kind, default, text in (
         ("--steps", int, steps, "training steps"),
-        ("--density", float, density, "share of the gradient that a rank sends in a sparse step"),
-        ("--warmup-steps", int, 20, "dense steps before the sparse ones"),
+        ("--density", float, density, "share of its entries that a rank sends in a sparse step"),
+        ("--warmup-steps", int, 20, "dense steps before the sparse phase"),
     ):
-        parser.add_argument(name, type=kind, default=default, help=f"{meaning} (default: {default})")
+        parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")
     return parser
 
 

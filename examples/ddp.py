@@ -1,4 +1,4 @@
-"""One line on a DistributedDataParallel model.
+"""Add the hook to a DistributedDataParallel model, in one line.
 
 python examples/ddp.py
 torchrun --nproc-per-node 2 examples/ddp.py --density 0.01

@@ -1,9 +1,9 @@
-r"""Hosts that come and go: torchrun starts the job again with those that are there, and it goes on where it was.
+r"""Elastic training: when hosts join or leave, torchrun restarts the job, and it resumes from the last checkpoint.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:3 --max-restarts 20 --rdzv-backend c10d \
     --rdzv-endpoint localhost:29400 --rdzv-id digits examples/elastic.py --out run --steps 20000
 
-Start it in three terminals, kill all but the first, start them again. The folder is one that all ranks share.
+Start it in three terminals, kill all but the first, then start them again. All ranks must share the folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oktopk.train.checkpoint.storage import Checkpoints
 
 
 class Run:
-    """A model, its optimizer, the state of oktopk, and the folder with their checkpoints."""
+    """A model, its optimizer, the state of oktopk, and their checkpoints."""
 
     def __init__(self, out: Path, density: float, warmup_steps: int) -> None:
         self.model = DistributedDataParallel(network())
@@ -58,7 +58,7 @@ class Run:
 
     def train(self, steps: int, save_every: int) -> None:
         train, _ = digits()
-        for x, y in batches(train, self.state.rank, self.state.world, range(self.state.step, steps)):
+        for x, y in batches(train, dist.get_rank(), dist.get_world_size(), range(self.state.step, steps)):
             self.optimizer.zero_grad()
             cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
@@ -76,11 +76,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     run = Run(chosen.out, chosen.density, chosen.warmup_steps)
     run.load()
-    if run.state.rank == 0:
-        print(f"begins at step {run.state.step} with {run.state.world} ranks", flush=True)
+    if dist.get_rank() == 0:
+        print(f"begins at step {run.state.step} with {dist.get_world_size()} ranks", flush=True)
     run.train(chosen.steps, chosen.save_every)
-    if run.state.rank == 0 and run.memory.steps:
-        print(summary(run.state.world, accuracy(run.model.module, digits()[1]), run.memory))
+    if dist.get_rank() == 0 and run.memory.steps:
+        print(summary(dist.get_world_size(), accuracy(run.model.module, digits()[1]), run.memory))
     run.state.close()
     dist.destroy_process_group()
 

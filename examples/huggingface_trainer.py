@@ -1,6 +1,6 @@
-"""transformers.Trainer: a callback that hooks the DDP model, and adds every rank's state to the checkpoints.
+"""transformers.Trainer: a callback that hooks the DDP model and adds every rank's state to the checkpoints.
 
-A tiny BERT, made from its config, reads the 64 pixels of a digit as words and tells which digit it is. Nothing is
+A tiny, randomly initialised BERT reads the 64 pixels of a digit as words and classifies the digit. Nothing is
 downloaded.
 
     python examples/huggingface_trainer.py
@@ -50,7 +50,7 @@ class OkTopkCallback(TrainerCallback):
         self.state.close()
 
     def file(self, checkpoint: str) -> Path:
-        return Path(checkpoint) / f"oktopk-rank{self.state.rank}.pt"
+        return Path(checkpoint) / f"oktopk-rank{dist.get_rank()}.pt"
 
 
 def as_text(data: TensorDataset) -> list[dict[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
-"""PyTorch Lightning: a strategy that hooks its DDP model, and saves the state of every rank.
+"""PyTorch Lightning: a strategy that hooks its DDP model and saves the state of every rank.
 
-DDPStrategy(ddp_comm_hook=...) does nothing on CPUs, and checkpoints are written by the first rank only. The
-strategy below hooks the model itself; beside model.ckpt it writes model.ckpt.oktopk-rank0, -rank1, and so on.
+DDPStrategy(ddp_comm_hook=...) does nothing on CPUs, and only the first rank writes checkpoints. The strategy below
+hooks the model itself; beside model.ckpt it writes model.ckpt.oktopk-rank0, -rank1, and so on.
 
     python examples/lightning.py
     torchrun --nproc-per-node 2 examples/lightning.py --out run

@@ -1,12 +1,12 @@
-"""A hand-written loop: average gradients by name, look at skipped steps, and write down what happened.
+"""A hand-written loop: average gradients by name, handle skipped steps, and record metrics.
 
-In step 60 the gradient of the last rank is made infinite. All ranks leave that step out, and nobody's parameters
-or residuals notice.
+In step 60 the gradient of the last rank is made infinite. All ranks skip that step, and no parameter or residual
+changes.
 
     python examples/manual_loop.py
     torchrun --nproc-per-node 2 examples/manual_loop.py --out run
 
-With --out there are, in that folder, one line of JSON per event and rank, and a timeline of all ranks for
+With --out, the folder gets one line of JSON per event and rank, and a timeline of all ranks for
 https://ui.perfetto.dev.
 """
 
@@ -25,8 +25,13 @@ from oktopk.metrics.sinks import JSONLSink, MemorySink, TraceSink, merge_traces
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--bad-step", type=int, default=60, help="the step to spoil, or -1 (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="folder for events and the timeline")
+    parser.add_argument(
+        "--bad-step",
+        type=int,
+        default=60,
+        help="step with an infinite gradient, or -1 for none (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, help="output folder for events and the timeline")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
@@ -40,7 +45,7 @@ def main() -> None:
     with oktopk.AllReducer(
         parameters.items(), density=chosen.density, warmup_steps=chosen.warmup_steps, sinks=[memory]
     ) as reducer:
-        rank, world = reducer.rank, reducer.world
+        rank, world = reducer.run(lambda comm: (comm.rank, comm.world))
         if chosen.out:
             reducer.add_sink(JSONLSink(chosen.out / f"rank{rank}.jsonl"))
             reducer.add_sink(TraceSink(chosen.out / f"rank{rank}.trace.json", rank))

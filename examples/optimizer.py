@@ -1,6 +1,6 @@
-"""A wrapped optimizer, with a schedule of the learning rate and clipping of the averaged gradient.
+"""A wrapped optimizer, with a learning rate schedule and clipping of the averaged gradient.
 
-The model stays as it is. Without torchrun this process is the only rank.
+The model does not change. Without torchrun this process is the only rank.
 
     python examples/optimizer.py
     torchrun --nproc-per-node 2 examples/optimizer.py --clip 1
@@ -22,7 +22,7 @@ from oktopk.metrics.sinks import MemorySink
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument(
-        "--clip", type=float, default=2.0, help="the gradient's largest norm (default: %(default)s)"
+        "--clip", type=float, default=2.0, help="clip the averaged gradient to this norm (default: %(default)s)"
     )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def main() -> None:
         sinks=[memory],
     )
     schedule = OneCycleLR(optimizer, max_lr=0.2, total_steps=chosen.steps)
-    rank, world = optimizer.reducer.rank, optimizer.reducer.world
+    rank, world = optimizer.rank, optimizer._engine.world
 
     clipped = 0
     for x, y in batches(train, rank, world, range(chosen.steps)):

@@ -1,9 +1,10 @@
-"""Checkpoints: every rank saves what it keeps back, and a later run goes on with the same bits.
+"""Checkpoints: every rank saves its residuals, and a later run resumes bit for bit.
 
 torchrun --nproc-per-node 2 examples/resume.py --out run              # trains and saves
 torchrun --nproc-per-node 2 examples/resume.py --out run --resume     # as many steps again
 torchrun --nproc-per-node 3 examples/resume.py --out run --resume     # with another number of ranks
-torchrun --nproc-per-node 2 examples/resume.py --out run --verify     # stop, go on, compare with no stop
+torchrun --nproc-per-node 2 examples/resume.py --out run --verify     # stop, resume, and compare with an
+uninterrupted run
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from oktopk.metrics.sinks import MemorySink
 
 
 class Run:
-    """A model, its optimizer, and the state of oktopk: what a checkpoint is made of."""
+    """A model, its optimizer, and the state of oktopk: the content of a checkpoint."""
 
     def __init__(self, density: float, warmup_steps: int) -> None:
         self.model = DistributedDataParallel(network(), bucket_cap_mb=0.2)  # several buckets, as in larger models
@@ -37,7 +38,7 @@ class Run:
     def train(self, steps: int) -> None:
         train, _ = digits()
         first = self.state.step
-        for x, y in batches(train, self.state.rank, self.state.world, range(first, first + steps)):
+        for x, y in batches(train, dist.get_rank(), dist.get_world_size(), range(first, first + steps)):
             self.optimizer.zero_grad()
             cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
@@ -48,7 +49,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         parts = {"model": self.model.module, "optimizer": self.optimizer, "oktopk": self.state}
         torch.save(
-            {name: part.state_dict() for name, part in parts.items()}, folder / f"rank{self.state.rank:04}.pt"
+            {name: part.state_dict() for name, part in parts.items()}, folder / f"rank{dist.get_rank():04}.pt"
         )
         dist.barrier()  # the checkpoint is complete when all ranks have written
 
@@ -57,7 +58,7 @@ class Run:
         if not folders:
             raise SystemExit(f"no checkpoint in {out}: run without --resume first")
         files = sorted(folders[-1].glob("rank*.pt"))
-        rank, world = self.state.rank, self.state.world
+        rank, world = dist.get_rank(), dist.get_world_size()
         saved = torch.load(files[rank % len(files)], weights_only=True)
         if len(files) == world:
             oktopk_state = saved["oktopk"]

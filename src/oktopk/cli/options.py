@@ -1,4 +1,4 @@
-"""The trainer's options as arguments of a command, each said once in oktopk.train.config.options."""
+"""Add the trainer's options to a command; oktopk.train.config.options defines each of them once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import argparse
 from typing import Any
 
 from oktopk.train.config.options import OPTIONS, switch
-from oktopk.train.config.origins import shipped
+from oktopk.train.config.origins import shipped_configs
 
 _METAVARS = {"int": "N", "float": "X", "str": "NAME", "Path": "PATH", "switch": "True|False"}
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="NAME|FILE", help=f"a TOML file, or one of {', '.join(shipped())}")
+    parser.add_argument(
+        "--config", metavar="NAME|FILE", help=f"TOML file, or one of {', '.join(shipped_configs())}"
+    )
 
 
 def add_option(group: argparse._ArgumentGroup, name: str, more: str = "") -> None:
-    """What is not given is not in the namespace: the environment or a configuration may have it."""
+    """Add one option of the trainer; `more` extends its help.
+
+    An option that is not given stays out of the namespace, because the environment or a configuration may set it.
+    """
     item = OPTIONS[name]
     parse = item.metadata["parse"]
     alone: dict[str, Any] = {"nargs": "?", "const": "True"} if parse is switch else {}
@@ -26,10 +31,11 @@ def add_option(group: argparse._ArgumentGroup, name: str, more: str = "") -> Non
         dest=name,
         default=argparse.SUPPRESS,
         metavar=_METAVARS[parse.__name__],
-        help=item.metadata["meaning"] + more + default,
+        help=item.metadata["help"] + more + default,
         **alone,
     )
 
 
-def given(options: argparse.Namespace) -> dict[str, Any]:
+def collect_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Collect the trainer's options that the command line has set."""
     return {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}

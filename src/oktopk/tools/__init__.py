@@ -1,1 +1,1 @@
-"""Programs around the library."""
+"""Tools around the library: benchmark, doctor, lab, report, simulator, sweep, job scripts."""

@@ -5,6 +5,6 @@ from __future__ import annotations
 import os
 
 
-def own_cores() -> list[int]:
-    """Where the system does not tell which, all of the machine."""
+def available_cores() -> list[int]:
+    """List the cores that this process may use; all cores where the system does not tell."""
     return sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))

@@ -1,4 +1,6 @@
-"""Job scripts for SLURM and PBS. A value in them has the form lr="${lr:-0.01}": the environment overrides it."""
+"""Render job scripts for SLURM and PBS. Values have the form lr="${lr:-0.01}", so that the environment overrides
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from oktopk.errors import OkTopkError
 SCHEDULERS = ("slurm", "pbs")
 _TIME = re.compile(r"\d{1,4}:[0-5]\d:[0-5]\d")
 _WORD = re.compile(r"[\w.+@/:,-]+", re.ASCII)
-_NAME_LENGTH = 15  # older PBS take no more
+_NAME_LENGTH = 15  # the limit of older PBS versions
 _SPECIAL = re.compile(r'([\\"$`}])')
 
 
 class JobError(OkTopkError, ValueError):
-    """A job that no scheduler would take."""
+    """A job that no scheduler would accept."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of `oktopk train`. `options` are its values; one that is None is only passed if the job's
+    """One run of `oktopk train`. `options` are its option values; an option of None is only passed if the job's
     environment sets it."""
 
     scheduler: str
@@ -56,9 +58,9 @@ class Job:
 
 
 def render(job: Job) -> str:
-    """The script."""
+    """Render the script."""
     head, submit, launch = _slurm(job) if job.scheduler == "slurm" else _pbs(job)
-    values = [f'{name}="${{{name}:-{quoted(value or "")}}}"' for name, value in job.options.items()]
+    values = [f'{name}="${{{name}:-{quote(value or "")}}}"' for name, value in job.options.items()]
     words = [_option(name, value) for name, value in job.options.items()]
     words += ['--nworkers "$nworkers"', '--out "$out" --resume']
     lines = [
@@ -68,10 +70,10 @@ def render(job: Job) -> str:
         "",
         f"# The environment overrides each of these: lr=0.1 {submit}",
         *values,
-        *_of_the_job(job),
+        *_job_values(job),
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"',
         "",
-        "# A job that is queued again with the same $out goes on where the run was saved.",
+        "# A job that is queued again with the same $out resumes from the last checkpoint.",
         f"{launch} oktopk train \\",
         *(f"    {word} \\" for word in words[:-1]),
         f"    {words[-1]}",
@@ -79,11 +81,11 @@ def render(job: Job) -> str:
     return "\n".join(lines) + "\n"
 
 
-def quoted(value: str) -> str:
-    r"""For the place of `word` in "${name:-word}". There bash lets a backslash precede all but the apostrophe,
-    which it takes for itself in quotes only.
+def quote(value: str) -> str:
+    r"""Quote a value for `word` in "${name:-word}". There a backslash escapes everything but the apostrophe, which
+    needs quotes of its own.
 
-    >>> print(quoted("it's ${x}"))
+    >>> print(quote("it's ${x}"))
     it"'"s \${x\}
     """
     return _SPECIAL.sub(r"\\\1", value).replace("'", '"\'"')
@@ -91,12 +93,12 @@ def quoted(value: str) -> str:
 
 def _option(name: str, value: str | None) -> str:
     flag = f"--{name.replace('_', '-')}"
-    # The quotes within keep a value with spaces in one piece; an empty one leaves nothing at all.
+    # The inner quotes keep a value with spaces together; an empty value passes no option.
     return f'{flag} "${name}"' if value is not None else f'${{{name}:+{flag} "${name}"}}'
 
 
-def _of_the_job(job: Job) -> list[str]:
-    """What depends on the job as it was submitted, which may have more nodes than the script says."""
+def _job_values(job: Job) -> list[str]:
+    """Values that depend on the submitted job, which may have more nodes than the script asks for."""
     if job.scheduler == "slurm":
         ranks, identity = f"${{SLURM_NTASKS:-{job.ranks}}}", "${SLURM_JOB_ID:-$$}"
     else:
@@ -111,7 +113,7 @@ def _slurm(job: Job) -> tuple[list[str], str, str]:
         f"#SBATCH --ntasks-per-node={job.ranks_per_node}",
         f"#SBATCH --cpus-per-task={job.cpus_per_rank}",
         f"#SBATCH --time={job.time}",
-        "#SBATCH --signal=TERM@120",  # seconds before the end, for the run to save itself
+        "#SBATCH --signal=TERM@120",  # 120 s before the end, so that the run can save
         "#SBATCH --output=%x-%j.out",
     ]
     head += [f"#SBATCH --partition={job.queue}"] * (job.queue is not None)
@@ -126,7 +128,7 @@ def _pbs(job: Job) -> tuple[list[str], str, str]:
         f"#PBS -l select={job.nodes}:ncpus={m * c}:mpiprocs={m}:ompthreads={c}",
         f"#PBS -l walltime={job.time}",
         "#PBS -j oe",
-        "#PBS -V",  # the environment of qsub is that of the job, as with SLURM
+        "#PBS -V",  # pass the environment of qsub to the job, as SLURM does
     ]
     head += [f"#PBS -q {job.queue}"] * (job.queue is not None)
     head += [f"#PBS -A {job.account}"] * (job.account is not None)

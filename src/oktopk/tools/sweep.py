@@ -1,7 +1,7 @@
-"""The same training by several algorithms, at several densities, from several seeds: one run after the other.
+"""Run the same training with several algorithms, densities and seeds, one run after the other.
 
-Every run is a process with a folder of its own, in the sweep's. A run that is finished is not repeated, and one
-that is not goes on where it was saved: to go on with a sweep, start it again.
+Each run is a process with its own folder inside the sweep's. Starting a sweep again skips finished runs and
+resumes the others from their last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """One run: what is to be done. Dense has no density."""
+    """One run of the sweep. Dense has no density."""
 
     algorithm: str
     density: float | None
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a run so far; `result` is what it has written about itself."""
+    """The status of a run so far; `result` is the content of its result.json."""
 
     run: Run
     status: str = NOT_BEGUN
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def plan(algorithms: Sequence[str], densities: Sequence[float], seeds: Sequence[int]) -> list[Run]:
-    """Seed by seed, so that there is something to compare early. Density means nothing to dense: once per seed.
+    """List the runs, seed by seed, so that there is something to compare early. Dense runs once per seed.
 
     >>> [run.name for run in plan(["dense", "oktopk"], [0.01, 0.02], [7])]
     ['dense-seed7', 'oktopk-0.01-seed7', 'oktopk-0.02-seed7']
@@ -75,32 +75,34 @@ def plan(algorithms: Sequence[str], densities: Sequence[float], seeds: Sequence[
     return list(dict.fromkeys(runs))
 
 
-def do_all(
+def run_all(
     runs: Sequence[Run],
     folder: Path,
     options: Sequence[str] = (),
     command: Sequence[str] = TRAIN,
-    note: Callable[[Sequence[Outcome]], None] = lambda outcomes: None,
+    on_change: Callable[[Sequence[Outcome]], None] = lambda outcomes: None,
 ) -> tuple[list[Outcome], signal.Signals | None]:
-    """Do what is not done yet; `note` hears of all runs before and after each. A failure does not keep the others
-    from their turn. A signal ends the present run, which saves itself, and the sweep; it is returned.
+    """Do all runs that are not finished; returns the outcomes, and the signal that ended the sweep, if any.
+
+    on_change() gets the outcomes before and after each run. If a run fails, the next one starts. A signal ends the
+    current run, which saves itself, and then the sweep.
     """
-    outcomes = [_found(run, folder / run.name) for run in runs]
+    outcomes = [_read_outcome(run, folder / run.name) for run in runs]
     children: list[subprocess.Popen[bytes]] = []
     with forward_signals(children) as came:
         for index, run in enumerate(runs):
-            note(outcomes)
+            on_change(outcomes)
             if came:
                 break
-            place = f"{index + 1} of {len(runs)}: {run}"
+            position = f"{index + 1} of {len(runs)}: {run}"
             if outcomes[index].status in (FINISHED, FAILED):
-                log.info("%s: %s", place, outcomes[index].problem or "is finished already")
+                log.info("%s: %s", position, outcomes[index].problem or "already finished")
                 continue
-            log.info("%s", place)
+            log.info("%s", position)
             path = folder / run.name
-            code = _done([*command, *_arguments(run, path), *options], children, came)
-            outcomes[index] = _judged(_found(run, path), code, stopped=bool(came))
-    note(outcomes)
+            code = _run_command([*command, *_arguments(run, path), *options], children, came)
+            outcomes[index] = _judge(_read_outcome(run, path), code, stopped=bool(came))
+    on_change(outcomes)
     return outcomes, came[-1] if came else None
 
 
@@ -109,39 +111,39 @@ def _arguments(run: Run, path: Path) -> list[str]:
     return ["--out", str(path), *resume, *run.options()]
 
 
-def _found(run: Run, path: Path) -> Outcome:
-    """What the folder says of a run."""
+def _read_outcome(run: Run, path: Path) -> Outcome:
+    """Read the outcome of a run from its folder."""
     try:
         result = json.loads((path / RESULT).read_text(encoding="utf-8"))
         if not _is_result(result):
-            raise ValueError("no result of a run")
+            raise ValueError("not a result of a run")
     except FileNotFoundError:
         return Outcome(run, INTERRUPTED if (path / CONFIG).exists() else NOT_BEGUN)
     except (OSError, ValueError, RecursionError) as error:
-        return Outcome(run, FAILED, f"{path / RESULT} cannot be read ({error}): remove {path} to do the run anew")
+        return Outcome(run, FAILED, f"{path / RESULT} cannot be read ({error}): remove {path} to repeat the run")
     for name in ("algorithm", "seed", *(["density"] if run.density is not None else [])):
         if result.get(name) != getattr(run, name):
-            problem = f"{path} holds another run, with {name} {result.get(name)}: remove it to do this one"
+            problem = f"{path} holds another run, with {name} {result.get(name)}: remove it to do this run"
             return Outcome(run, FAILED, problem)
     return Outcome(run, FINISHED if result.get("finished") else INTERRUPTED, result=result)
 
 
-def _is_result(said: Any) -> bool:
-    """Whether it has the form of what a run writes about itself, as far as a table needs it."""
-    if not isinstance(said, dict):
+def _is_result(value: Any) -> bool:
+    """Whether the value has the form of a result.json, as far as the table needs it."""
+    if not isinstance(value, dict):
         return False
-    phases, validations = said.get("phases") or {}, said.get("validations") or []
+    phases, validations = value.get("phases") or {}, value.get("validations") or []
     if not isinstance(phases, dict) or not isinstance(validations, list):
         return False
     rows = [*phases.values(), *validations]
-    return all(isinstance(row, dict) and all(map(_is_figure, row.values())) for row in rows)
+    return all(isinstance(row, dict) and all(map(_is_number, row.values())) for row in rows)
 
 
-def _is_figure(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return value is None or isinstance(value, (int, float))
 
 
-def _judged(found: Outcome, code: int, stopped: bool) -> Outcome:
+def _judge(found: Outcome, code: int, stopped: bool) -> Outcome:
     if found.status == FINISHED and code == 0:
         return found
     if stopped:
@@ -151,17 +153,19 @@ def _judged(found: Outcome, code: int, stopped: bool) -> Outcome:
     return replace(found, status=FAILED, problem=problem)
 
 
-def _done(command: Sequence[str], children: list[subprocess.Popen[bytes]], came: Sequence[signal.Signals]) -> int:
-    """The code that the command ends with. Its log goes to stderr: on stdout there is nothing but the table."""
+def _run_command(
+    command: Sequence[str], children: list[subprocess.Popen[bytes]], came: Sequence[signal.Signals]
+) -> int:
+    """Run the command and return its exit code. Its log goes to stderr: stdout is for the table only."""
     children[:] = [subprocess.Popen(command, stdout=2, start_new_session=True)]
-    for number in came:  # while the process was being started
+    for number in came:  # signals that came while the process started
         ask_to_end(children[0], number)
     return children[0].wait()
 
 
-def row(outcome: Outcome) -> dict[str, Any]:
-    """A run in one line: its last validation, and means over the steps of its sparse phase, or of the dense one
-    if it had no other."""
+def make_row(outcome: Outcome) -> dict[str, Any]:
+    """Make the row of a run: its last validation, and means over its sparse steps, or its dense steps if it has no
+    others."""
     run, result = outcome.run, outcome.result or {}
     phases = result.get("phases") or {}
     phase = next((name for name in ("sparse", "dense") if name in phases), None)
@@ -188,7 +192,9 @@ def _validation(result: dict[str, Any]) -> dict[str, float]:
 
 
 def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and standard deviation (None of a single run) over the finished runs that differ in their seed only."""
+    """Mean and standard deviation over the finished runs that differ only in their seed; a single run has no
+    deviation.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in rows:
         if one["status"] == FINISHED:
@@ -202,7 +208,7 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return summary
 
 
-_FIRST_MEASURED = list(row(Outcome(Run(DENSE, None, 0)))).index("sent_bytes")
+_FIRST_MEASURED = list(make_row(Outcome(Run(DENSE, None, 0)))).index("sent_bytes")
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float | None] | None:
@@ -213,12 +219,12 @@ def _spread(values: Sequence[float | None]) -> dict[str, float | None] | None:
 
 
 def report(outcomes: Sequence[Outcome], options: Sequence[str] = ()) -> dict[str, Any]:
-    rows = [row(outcome) for outcome in outcomes]
+    rows = [make_row(outcome) for outcome in outcomes]
     return {"options": list(options), "runs": rows, "over_seeds": over_seeds(rows)}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """sweep.json, and its runs as sweep.csv; a reader finds them whole at any time."""
+    """Write sweep.json and sweep.csv, atomically."""
     names = dict.fromkeys(name for one in content["runs"] for name in one)
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -228,8 +234,8 @@ def write(folder: Path, content: dict[str, Any]) -> None:
         write_atomically(folder / name, whole.encode())
 
 
-def options_before(folder: Path) -> list[str] | None:
-    """Of the sweep in the folder, if it has begun a run."""
+def previous_options(folder: Path) -> list[str] | None:
+    """Options of the sweep in the folder, if it has started a run."""
     try:
         before = json.loads((folder / JSON).read_text(encoding="utf-8"))["options"]
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):

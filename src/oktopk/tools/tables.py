@@ -1,14 +1,14 @@
-"""Tables for people."""
+"""Format text tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns to the right, numbers to four digits, – for what is not there.
+def format_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Format a table with right-aligned columns, four digits, and – for None.
 
-    >>> print(table(["link", "ms"], [["1gbit", 12.3456], ["no limit", None]]))
+    >>> print(format_table(["link", "ms"], [["1gbit", 12.3456], ["no limit", None]]))
         link     ms
        1gbit  12.35
     no limit      –

@@ -1,1 +1,1 @@
-"""The trainer: workloads, their data, and the loop."""
+"""The trainer: workloads, their data, and the training loop."""

@@ -1,4 +1,4 @@
-"""How this process became a rank: alone, by torchrun, mpirun or srun; and how to start ranks on this machine."""
+"""Find out which rank this process is (alone, torchrun, mpirun or srun), connect ranks, and start local ones."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import torch
 import torch.distributed as dist
 
 from oktopk.comm import Communicator, GroupCommunicator, MPICommunicator, alone
-from oktopk.utils.processes import Process, local_world, started
+from oktopk.utils.processes import Process, local_world, start_processes
 
+from .collective_errors import is_collective
 from .config.options import ConfigError
-from .together import is_raised_by_all
 
 log = logging.getLogger(__name__)
 
 _POLL = 0.05
 GRACE = 60.0
-"""Seconds that ranks have to save and end, or to notice that another one has failed."""
+"""Seconds for ranks to save and exit after another rank has failed."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which rank this process is, and who said so."""
+class RankInfo:
+    """Which rank this process is, and which launcher says so."""
 
-    how: str
+    launcher: str
     rank: int
     world: int
     local_rank: int = 0
@@ -41,9 +41,9 @@ class Place:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables by which a launcher tells a process who it is."""
+    """The environment variables that a launcher sets."""
 
-    how: str
+    name: str
     rank: str
     world: str
     local_rank: str
@@ -62,72 +62,72 @@ _LAUNCHERS = (
 )
 
 
-def find_place(environment: Mapping[str, str], nwpernode: int | None = None) -> Place:
-    """What the environment says; a process that nobody has started as a rank is alone.
+def detect_rank(environment: Mapping[str, str], nwpernode: int | None = None) -> RankInfo:
+    """Read the rank from the launcher's environment variables; without a launcher, this process is alone.
 
-    >>> find_place({"PMI_RANK": "1", "PMI_SIZE": "3"})
-    Place(how='MPI', rank=1, world=3, local_rank=1, local_world=3)
+    >>> detect_rank({"PMI_RANK": "1", "PMI_SIZE": "3"})
+    RankInfo(launcher='MPI', rank=1, world=3, local_rank=1, local_world=3)
     """
     for launcher in _LAUNCHERS:
         if launcher.rank in environment and launcher.world in environment:
             rank, world = int(environment[launcher.rank]), int(environment[launcher.world])
             per_host = int(environment.get(launcher.local_world, nwpernode or world))
             local = int(environment.get(launcher.local_rank, rank % per_host))
-            return Place(environment.get(_OURS, launcher.how), rank, world, local, per_host)
-    return Place("alone", 0, 1)
+            return RankInfo(environment.get(_OURS, launcher.name), rank, world, local, per_host)
+    return RankInfo("alone", 0, 1)
 
 
 def restart_problem(environment: Mapping[str, str]) -> str | None:
-    """Why torchrun may fail to start this job again, if it should have to."""
+    """Return why torchrun may fail to restart this job, or None."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if not restarts or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return (
-        "after a restart ranks may find the addresses of those that died in torchrun's store: set "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"
+        "after a restart, torchrun's store may still hold the addresses of dead ranks: set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
     )
 
 
-def check_world(place: Place, nworkers: int | None) -> None:
-    if nworkers is not None and nworkers != place.world:
-        real = "is 1 rank" if place.world == 1 else f"are {place.world} ranks"
-        how = f"start {nworkers} by torchrun or mpirun, or on this machine by --ranks {nworkers}"
-        raise ConfigError(f"--nworkers is {nworkers}, but there {real} ({place.how}): {how}")
+def check_world(info: RankInfo, nworkers: int | None) -> None:
+    if nworkers is not None and nworkers != info.world:
+        real = "is 1 rank" if info.world == 1 else f"are {info.world} ranks"
+        remedy = f"start {nworkers} with torchrun or mpirun, or on this machine with --ranks {nworkers}"
+        raise ConfigError(f"--nworkers is {nworkers}, but there {real} ({info.launcher}): {remedy}")
 
 
 @contextmanager
-def joined(place: Place, timeout: float) -> Iterator[Communicator]:
-    """A communicator over all ranks, for one thread; gone at the end."""
-    _share_cores(place)
-    if place.world == 1:
+def connect(info: RankInfo, timeout: float) -> Iterator[Communicator]:
+    """Connect all ranks; yields a communicator for one thread and closes it at the end."""
+    _share_cores(info)
+    if info.world == 1:
         yield alone()
         return
-    if place.how == "MPI":
+    if info.launcher == "MPI":
         comm: Communicator = MPICommunicator(timeout=timeout)
-        with _told(comm):
+        with _report_failure(comm):
             yield comm
         return
-    if place.rank == 0 and (problem := restart_problem(os.environ)):
+    if info.rank == 0 and (problem := restart_problem(os.environ)):
         log.warning(problem)
-    if place.how == "srun":
-        os.environ |= _rendezvous_of_slurm(place)
+    if info.launcher == "srun":
+        os.environ |= _slurm_rendezvous(info)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
         comm = GroupCommunicator.exclusive(timeout=timeout)
-        with _told(comm):
+        with _report_failure(comm):
             yield comm
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _told(comm: Communicator) -> Iterator[None]:
-    """An error that ends this rank alone is told to the others."""
+def _report_failure(comm: Communicator) -> Iterator[None]:
+    """If this rank fails alone, send its error to the other ranks."""
     try:
         yield
     except BaseException as error:
-        if is_raised_by_all(error):
+        if is_collective(error):
             comm.close()
         else:
             comm.fail(error)
@@ -135,27 +135,27 @@ def _told(comm: Communicator) -> Iterator[None]:
     comm.close()
 
 
-def _share_cores(place: Place) -> None:
-    """Ranks of one machine share its cores; by default each would take all of them."""
-    if "OMP_NUM_THREADS" not in os.environ and place.local_world > 1:
-        torch.set_num_threads(_threads(place.local_world))
+def _share_cores(info: RankInfo) -> None:
+    """Divide the cores among the ranks of this machine; by default each would use all of them."""
+    if "OMP_NUM_THREADS" not in os.environ and info.local_world > 1:
+        torch.set_num_threads(_threads(info.local_world))
 
 
 def _threads(ranks: int) -> int:
-    """Of each of the ranks of this machine."""
+    """Threads for each of the ranks of this machine."""
     return max(1, (os.cpu_count() or 1) // ranks)
 
 
-def _rendezvous_of_slurm(place: Place) -> dict[str, str]:
-    """The first host of the step, and a port that follows from the job's number."""
+def _slurm_rendezvous(info: RankInfo) -> dict[str, str]:
+    """Use the first host of the job step, and a port derived from the job id."""
     first = _first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST") or "127.0.0.1")
     port = 20_000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20_000
-    wanted = {"RANK": place.rank, "WORLD_SIZE": place.world, "MASTER_ADDR": first, "MASTER_PORT": port}
+    wanted = {"RANK": info.rank, "WORLD_SIZE": info.world, "MASTER_ADDR": first, "MASTER_PORT": port}
     return {name: os.environ.get(name, str(value)) for name, value in wanted.items()}
 
 
 def _first_host(hosts: str) -> str:
-    """Of a list as SLURM writes it.
+    """The first host of a SLURM node list.
 
     >>> _first_host("node[007-012,020],other3"), _first_host("a1,a2")
     ('node007', 'a1')
@@ -165,24 +165,24 @@ def _first_host(hosts: str) -> str:
 
 
 def run_ranks(count: int, command: Sequence[str]) -> int:
-    """Start ranks of this command on this machine, and end with the exit code of the first that failed.
+    """Run this command as `count` ranks on this machine; return the exit code of the first that failed.
 
-    Ctrl-C, SIGTERM and the end of the terminal are passed on: ranks then save and end by themselves.
+    Ctrl-C, SIGTERM and SIGHUP are forwarded: the ranks then save and exit.
     """
     own = {_OURS: STARTED_BY_RANKS, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(_threads(count)))}
     with (
         local_world(count) as world,
-        started(command, [Process({**rank, **own}) for rank in world]) as (processes, _),
+        start_processes(command, [Process({**rank, **own}) for rank in world]) as (processes, _),
     ):
         code = _first_failure(processes)
         for process in processes:
             if process.poll() is None:
-                log.warning("rank process %d does not end: it is killed", process.pid)
+                log.warning("rank process %d does not exit: killing it", process.pid)
         return code
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all; after a failure the others have some time to end by themselves."""
+    """Wait for all processes; after a failure, give the others GRACE seconds to exit."""
     code, deadline = 0, float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         failed = [process.returncode for process in processes if process.poll()]

@@ -1,4 +1,4 @@
-"""The training loop: one rank's, from the first step to the last."""
+"""The training loop of one rank, from the first step to the last."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from oktopk.comm import Communicator, gather_json
 from oktopk.metrics.events import SPARSE, StepEvent
 from oktopk.metrics.sinks import flat_step
 
-from .checkpoint.replicas import Buffers, average_buffers, check_replicas
+from .checkpoint.replicas import BufferBackup, average_buffers, check_replicas
 from .checkpoint.snapshot import Snapshot
-from .checkpoint.state import as_state_of_a_run, restore, state_of
+from .checkpoint.state import capture_state, explain_bad_state, restore_state
 from .checkpoint.storage import Checkpoints
 from .config.options import TrainConfig
 from .config.plan import Plan
-from .figures import EpochFigures, Phases, RankEpoch, StepFigures
-from .folder import RunFolder
-from .prefetch import prefetched
-from .screen import Bar, say_epoch, say_transition, say_validation
+from .console import ProgressBar, log_epoch, log_transition, log_validation
+from .metrics import EpochMetrics, PhaseMetrics, RankMetrics, StepMetrics
+from .prefetch import prefetch
+from .run_folder import RunFolder
 from .stop import Stop
-from .tasks import Clock, Task
+from .tasks import StepPosition, Task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,18 +39,21 @@ T = TypeVar("T")
 
 @dataclass
 class Progress:
-    """How far a run is: `step` steps are done, of which `in_epoch` belong to an epoch that is not finished."""
+    """How far a run is: `step` steps are done, `in_epoch` of them in the current epoch."""
 
     epoch: int = 0
     in_epoch: int = 0
     step: int = 0
     summarised: int = 0
-    """So many steps were done at the last summary."""
+    """Steps done at the last epoch summary."""
 
 
 class Trainer:
-    """fit() trains. `sparsities`, `compression_ratios` and `communication_sizes` have an entry for each step of
-    the epoch; whoever calls has linked them by optimizer.set_trainer(trainer)."""
+    """Trains a task; call fit().
+
+    `sparsities`, `compression_ratios` and `communication_sizes` have one entry per step of the current epoch, once
+    the caller has linked them with optimizer.set_trainer(trainer).
+    """
 
     def __init__(
         self,
@@ -68,17 +71,17 @@ class Trainer:
         self.compression_ratios: list[float] = []
         self.communication_sizes: list[float] = []
         self.done = Progress()
-        self.in_epoch, self.in_run = Phases(), Phases()
+        self.in_epoch, self.in_run = PhaseMetrics(), PhaseMetrics()
         self.validations: list[dict[str, float]] = []
-        self._buffers = Buffers(task.model)
-        self._chief = optimizer.reducer.rank == 0
+        self._buffers = BufferBackup(task.model)
+        self._is_rank0 = optimizer.rank == 0
         self._ended_by: Signals | None = None
 
     # The run.
 
     def fit(self) -> Signals | None:
-        """Train to the end of the plan. If a signal has ended it before, the run is saved, and it is returned."""
-        self._bar = Bar(self.done.step, self.to_go, self._chief)
+        """Train to the end of the plan. If a signal stops the run, save it and return the signal."""
+        self._bar = ProgressBar(self.done.step, self.remaining, self._is_rank0)
         try:
             while not self.finished and self._ended_by is None:
                 self.train_epoch()
@@ -92,7 +95,7 @@ class Trainer:
         return self.done.epoch >= self.plan.max_epochs or cut_short
 
     @property
-    def to_go(self) -> int:
+    def remaining(self) -> int:
         """Steps until the end of the run."""
         left = (self.plan.max_epochs - self.done.epoch) * self.plan.steps_per_epoch - self.done.in_epoch
         return min(left, self._steps_to_max())
@@ -102,9 +105,9 @@ class Trainer:
         return sys.maxsize if most is None else max(0, most - self.done.step)
 
     def train_epoch(self) -> None:
-        """From where the epoch stands to its end, or to that of the run."""
+        """Train the rest of the epoch, or of the run."""
         self.model.train()
-        batches = prefetched(self.task.batches(self.done.epoch, self.done.in_epoch))
+        batches = prefetch(self.task.batches(self.done.epoch, self.done.in_epoch))
         try:
             for _ in range(min(self.plan.steps_per_epoch - self.done.in_epoch, self._steps_to_max())):
                 if self.train_step(batches):
@@ -118,30 +121,30 @@ class Trainer:
         return None
 
     def train_step(self, batches: Iterator[Any]) -> bool:
-        """Whether a rank has been asked to stop."""
-        figures = StepFigures(self.done.step, self.done.epoch, self._set_lr())
+        """Train one step; returns whether a rank was asked to stop."""
+        metrics = StepMetrics(self.done.step, self.done.epoch, self._set_lr())
         start = perf_counter()
-        self._buffers.keep()
+        self._buffers.save()
         self.optimizer.zero_grad()
         total, samples = 0.0, 0
         for _ in range(self.config.nsteps_update):
-            with figures.spent_on("data"):
+            with metrics.measure("data"):
                 batch = next(batches)
-            with figures.spent_on("forward"):
+            with metrics.measure("forward"):
                 loss = self.task.loss(batch)
-            with figures.spent_on("backward"):
-                spoiled_if_not_finite(loss / self.config.nsteps_update).backward()  # type: ignore[no-untyped-call]
+            with metrics.measure("backward"):
+                poison_if_nonfinite(loss / self.config.nsteps_update).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * self.task.samples(batch)
             samples += self.task.samples(batch)
-        with figures.spent_on("exposed"):
+        with metrics.measure("exposed"):
             event = self.optimizer.synchronize()
-        with figures.spent_on("update"):
-            self._update(figures, event)
-        with figures.spent_on("exposed"):
-            stop_asked = self._share(figures, total, samples)
-        figures.step_seconds = perf_counter() - start
-        self._note(figures, event)
-        return stop_asked
+        with metrics.measure("update"):
+            self._update(metrics, event)
+        with metrics.measure("exposed"):
+            stop_requested = self._sync_loss(metrics, total, samples)
+        metrics.step_seconds = perf_counter() - start
+        self._record(metrics, event)
+        return stop_requested
 
     def _set_lr(self) -> float:
         lr = self._lr_at(self.done.epoch, self.done.in_epoch)
@@ -151,47 +154,47 @@ class Trainer:
 
     def _lr_at(self, epoch: int, in_epoch: int) -> float:
         per_epoch = self.plan.steps_per_epoch
-        clock = Clock(epoch, epoch * per_epoch + in_epoch, per_epoch, self.plan.steps, self.plan.world)
-        return self.config.workload.schedule(self.config.lr, clock)
+        position = StepPosition(epoch, epoch * per_epoch + in_epoch, per_epoch, self.plan.steps, self.plan.world)
+        return self.config.workload.schedule(self.config.lr, position)
 
-    def _update(self, figures: StepFigures, event: StepEvent) -> None:
-        figures.phase, figures.skipped = event.phase, event.skipped
+    def _update(self, metrics: StepMetrics, event: StepEvent) -> None:
+        metrics.phase, metrics.skipped = event.phase, event.skipped
         if event.skipped:
-            self._buffers.restore()  # the same forward pass may have spoiled the running statistics
+            self._buffers.restore()  # the forward pass may have made the running statistics non-finite
         elif self.config.clip is not None:
-            figures.gradient_norm = float(clip_grad_norm_(self.model.parameters(), self.config.clip))
+            metrics.gradient_norm = float(clip_grad_norm_(self.model.parameters(), self.config.clip))
         self.optimizer.step()
 
-    def _share(self, figures: StepFigures, total: float, samples: int) -> bool:
-        """The loss over all ranks, and whether one of them was asked to stop: all end after the same step."""
+    def _sync_loss(self, metrics: StepMetrics, total: float, samples: int) -> bool:
+        """Average the loss over all ranks; returns whether any rank was asked to stop."""
         finite = math.isfinite(total)
-        said = torch.tensor([total if finite else 0.0, samples if finite else 0, self.stop.signal is not None])
-        self._talk(lambda comm: comm.all_reduce_(said, "loss", control=True))
-        loss, count, asked = said.tolist()
-        figures.loss, figures.samples = loss / count if count else None, round(count)
-        return bool(asked)
+        values = torch.tensor([total if finite else 0.0, samples if finite else 0, self.stop.signal is not None])
+        self._run(lambda comm: comm.all_reduce_(values, "loss", control=True))
+        loss, count, stops = values.tolist()
+        metrics.loss, metrics.samples = loss / count if count else None, round(count)
+        return bool(stops)
 
-    def _note(self, figures: StepFigures, event: StepEvent) -> None:
+    def _record(self, metrics: StepMetrics, event: StepEvent) -> None:
         row = flat_step(event)
-        if self._chief and event.phase == SPARSE and SPARSE not in self.in_run.sums:
-            say_transition(figures, self.plan, event.target_density)
-        self.in_epoch.add(figures, row)
-        self.in_run.add(figures, row)
-        self.folder.step(figures, row)
-        self._bar.update(figures, event, self.in_epoch)
+        if self._is_rank0 and event.phase == SPARSE and SPARSE not in self.in_run.sums:
+            log_transition(metrics, self.plan, event.target_density)
+        self.in_epoch.add(metrics, row)
+        self.in_run.add(metrics, row)
+        self.folder.write_step(metrics, row)
+        self._bar.update(metrics, event, self.in_epoch)
         self.done.step += 1
         self.done.in_epoch += 1
 
     # The end of an epoch.
 
     def end_epoch(self) -> None:
-        """Also of a part that max_steps has cut short; a longer run can go on in the middle of the epoch."""
+        """Summarise, validate and save; also if max_steps cut the epoch short, where a longer run may resume."""
         epoch = self.done.epoch
         cut_short = self.done.in_epoch < self.plan.steps_per_epoch
         last = cut_short or epoch + 1 >= self.plan.max_epochs or self._steps_to_max() == 0
-        self._buffers.keep()
-        self._talk(lambda comm: check_replicas(comm, self.model, f"epoch {epoch}"))
-        self._talk(lambda comm: average_buffers(comm, self.model))
+        self._buffers.save()
+        self._run(lambda comm: check_replicas(comm, self.model, f"epoch {epoch}"))
+        self._run(lambda comm: average_buffers(comm, self.model))
         self.summarise(epoch)
         if last or epoch == 0 or (epoch + 1) % self.config.val_every == 0:
             self.validate(epoch)
@@ -204,45 +207,45 @@ class Trainer:
 
     def _next_epoch(self) -> None:
         self.done.epoch, self.done.in_epoch = self.done.epoch + 1, 0
-        self.in_epoch = Phases()
-        for entries in self._lists:
+        self.in_epoch = PhaseMetrics()
+        for entries in self._step_lists:
             entries.clear()
 
     def summarise(self, epoch: int) -> None:
-        mine = asdict(RankEpoch.of(self.in_epoch))
-        ranks = [RankEpoch(**said) for said in self._ask(lambda comm: gather_json(comm, mine, "epoch"))]
-        figures = EpochFigures.of(epoch, self._lr_at(epoch, self.done.in_epoch - 1), self.in_epoch, ranks)
-        self.folder.record("epoch", self.done.step, asdict(figures))
-        if self._chief:
-            say_epoch(figures, self._lr_at(epoch + 1, 0))
+        own = asdict(RankMetrics.of(self.in_epoch))
+        ranks = [RankMetrics(**row) for row in self._run(lambda comm: gather_json(comm, own, "epoch"))]
+        metrics = EpochMetrics.of(epoch, self._lr_at(epoch, self.done.in_epoch - 1), self.in_epoch, ranks)
+        self.folder.record("epoch", self.done.step, asdict(metrics))
+        if self._is_rank0:
+            log_epoch(metrics, self._lr_at(epoch + 1, 0))
 
     @torch.no_grad()
     def validate(self, epoch: int) -> None:
-        """Every sample of the validation data once, shared over the ranks."""
+        """Validate on every sample once, sharded over the ranks."""
         self.model.eval()
         tally = self.task.validate()
         self.model.train()
-        heard = self._ask(lambda comm: gather_json(comm, tally.sums, "validation"))
+        tallies = self._run(lambda comm: gather_json(comm, tally.sums, "validation"))
         sums: dict[str, float] = {}
-        for said in heard:
-            for name, amount in said.items():
+        for rank_sums in tallies:
+            for name, amount in rank_sums.items():
                 sums[name] = sums.get(name, 0.0) + amount
-        figures = self.task.figures(sums)
-        if self.config.pseudo_accuracy and "val WER" in figures:
-            figures["pseudo-accuracy"] = max(0.0, 1.0 - figures["val WER"])
-        self.validations.append({"epoch": epoch, "step": self.done.step, **figures})
-        self.folder.record("validation", self.done.step, {"epoch": epoch, **figures})
-        if self._chief:
-            say_validation(epoch, figures, tally.shown)
+        metrics = self.task.metrics(sums)
+        if self.config.pseudo_accuracy and "val WER" in metrics:
+            metrics["pseudo-accuracy"] = max(0.0, 1.0 - metrics["val WER"])
+        self.validations.append({"epoch": epoch, "step": self.done.step, **metrics})
+        self.folder.record("validation", self.done.step, {"epoch": epoch, **metrics})
+        if self._is_rank0:
+            log_validation(epoch, metrics, tally.shown)
 
     # Checkpoints.
 
     def save(self) -> None:
         snapshot = self.snapshot()
-        self._talk(lambda comm: self.checkpoints.save(comm, snapshot))
+        self._run(lambda comm: self.checkpoints.save(comm, snapshot))
 
     def snapshot(self) -> Snapshot:
-        shared, own = state_of(self.task, self.optimizer)
+        shared, own = capture_state(self.task, self.optimizer)
         shared |= {
             "progress": asdict(self.done),
             "batch": self._global_batch,
@@ -251,41 +254,43 @@ class Trainer:
         }
         own |= {
             "epoch": self.in_epoch.state_dict(),
-            "lists": [list(entries) for entries in self._lists],
+            "lists": [list(entries) for entries in self._step_lists],
         }
         return Snapshot(self.done.step, self.done.epoch, shared, own)
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint that all ranks can read, to the bit if there are as many as before;
-        from the beginning if there is none yet."""
-        if self._ask(self.checkpoints.newest) is None:
-            return
-        found: Snapshot = self._ask(self.checkpoints.load)
-        with as_state_of_a_run(found.step):
-            self._take_over(found.shared, found.own)
-        if self._chief:
-            where = f"going on after step {self.done.step}, in epoch {self.done.epoch}"
-            log.info("%s: %d steps to go", where, 0 if self.finished else self.to_go)
+        """Resume from the newest checkpoint that all ranks can read, or start at step 0 if there is none.
 
-    def _take_over(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        restore(self.task, self.optimizer, shared, own)
-        self._set_options()
-        self.done = self._rescaled(Progress(**shared["progress"]), shared["batch"])
+        With the same number of ranks the run continues bit for bit.
+        """
+        if self._run(self.checkpoints.newest) is None:
+            return
+        found: Snapshot = self._run(self.checkpoints.load)
+        with explain_bad_state(found.step):
+            self._restore(found.shared, found.own)
+        if self._is_rank0:
+            where = f"resuming after step {self.done.step}, in epoch {self.done.epoch}"
+            log.info("%s: %d steps left", where, 0 if self.finished else self.remaining)
+
+    def _restore(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        restore_state(self.task, self.optimizer, shared, own)
+        self._apply_options()
+        self.done = self._rescale(Progress(**shared["progress"]), shared["batch"])
         self.validations = list(shared["validations"])
-        self.in_run = Phases(shared["run"])
-        if own["epoch"] is not None:  # otherwise another number of ranks had saved it
-            self.in_epoch = Phases(own["epoch"])
-            for entries, saved in zip(self._lists, own["lists"], strict=True):
+        self.in_run = PhaseMetrics(shared["run"])
+        if own["epoch"] is not None:  # None if another number of ranks saved it
+            self.in_epoch = PhaseMetrics(own["epoch"])
+            for entries, saved in zip(self._step_lists, own["lists"], strict=True):
                 entries[:] = saved
 
-    def _set_options(self) -> None:
-        """Those of now, where they differ from those that were saved; the learning rate is set in every step."""
+    def _apply_options(self) -> None:
+        """Use this run's momentum and weight decay, not the saved ones; every step sets the learning rate."""
         options = {"momentum": self.config.momentum_after, "weight_decay": self.config.weight_decay}
         for group in self.optimizer.param_groups:
             group |= {name: value for name, value in options.items() if name in group}
 
     @property
-    def _lists(self) -> tuple[list[float], ...]:
+    def _step_lists(self) -> tuple[list[float], ...]:
         return self.sparsities, self.compression_ratios, self.communication_sizes
 
     @property
@@ -294,23 +299,19 @@ class Trainer:
         assert size is not None
         return size * self.config.nsteps_update * self.plan.world
 
-    def _rescaled(self, done: Progress, batch: int) -> Progress:
-        """With other global batches, the same part of the epoch is behind us."""
+    def _rescale(self, done: Progress, batch: int) -> Progress:
+        """With another global batch size, keep the same share of the epoch."""
         if batch == self._global_batch:
             return done
         return replace(done, in_epoch=done.in_epoch * batch // self._global_batch)
 
     # The other ranks.
 
-    def _talk(self, job: Callable[[Communicator], None]) -> None:
-        self.optimizer.reducer.run(job)
-
-    def _ask(self, job: Callable[[Communicator], T]) -> T:
-        answers: list[T] = []
-        self._talk(lambda comm: answers.append(job(comm)))
-        return answers[0]
+    def _run(self, job: Callable[[Communicator], T]) -> T:
+        """Run a collective on the engine's thread, and return its result."""
+        return self.optimizer.run(job)
 
 
-def spoiled_if_not_finite(loss: Tensor) -> Tensor:
-    """A loss that is not finite may have gradients that are: then make them so, for all ranks to skip the step."""
+def poison_if_nonfinite(loss: Tensor) -> Tensor:
+    """A non-finite loss can have finite gradients: make them NaN too, so that all ranks skip the step."""
     return loss if bool(torch.isfinite(loss)) else loss * math.nan

@@ -1,4 +1,4 @@
-"""Batches that are made ready while the ones before are trained on."""
+"""Prepare batches in a thread while earlier ones are trained on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 _END = object()
 
 
-def prefetched(items: Iterator[T], depth: int = 2) -> Iterator[T]:
-    """The same items in the same order, up to `depth` of them made in advance by another thread.
+def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
+    """Yield the same items in the same order; a thread prepares up to `depth` of them in advance.
 
-    >>> list(prefetched(iter("abc")))
+    >>> list(prefetch(iter("abc")))
     ['a', 'b', 'c']
     """
     with ThreadPoolExecutor(1, "oktopk data") as pool:

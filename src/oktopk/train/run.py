@@ -1,4 +1,4 @@
-"""One run on one rank: from options to a trained model, its files, and an exit code."""
+"""Run the training on one rank: from options to a trained model, its files, and an exit code."""
 
 from __future__ import annotations
 
@@ -20,53 +20,56 @@ from oktopk.comm import Communicator, agree, gather_json
 from .checkpoint.snapshot import CheckpointError, ModelIdentity
 from .checkpoint.storage import Checkpoints
 from .checkpoint.weights import load_weights
+from .collective_errors import mark_collective
 from .config.options import ConfigError, TrainConfig
-from .config.origins import COMMAND_LINE, ENVIRONMENT, Resolved, as_toml
+from .config.origins import COMMAND_LINE, ENVIRONMENT, ResolvedConfig, to_toml
 from .config.plan import Plan
+from .console import format_summary, log_start
 from .data.problems import DataError
-from .folder import RunFolder, check_unused, new_name
-from .launch import Place, joined
+from .launch import RankInfo, connect
 from .loop import Trainer
-from .screen import say_start, summary_table
+from .run_folder import RunFolder, check_unused, new_name
 from .stop import Stop
-from .tasks import Share, Source, Task
-from .together import raised_by_all
+from .tasks import DataSource, Shard, Task
 
 log = logging.getLogger(__name__)
 
 BAD_INPUT = (DataError, ConfigError, CheckpointError, OSError, ImportError)
-"""What a user can mend: said in one sentence, without a traceback."""
+"""Errors that the user can fix: shown in one line, without a traceback."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended; code is that of the process."""
+    """How a run ended; `code` is the exit code."""
 
     code: int
     folder: Path
     result: dict[str, Any]
 
 
-def train(resolved: Resolved, place: Place, resume: bool = False) -> Outcome:
-    with joined(place, resolved.config.timeout) as comm, Stop() as stop:
-        return train_rank(resolved, place, comm, stop, resume)
+def train(resolved: ResolvedConfig, info: RankInfo, resume: bool = False) -> Outcome:
+    """Connect the ranks and train; Ctrl-C and SIGTERM stop the run after the current step."""
+    with connect(info, resolved.config.timeout) as comm, Stop() as stop:
+        return train_rank(resolved, info, comm, stop, resume)
 
 
-def train_rank(resolved: Resolved, place: Place, comm: Communicator, stop: Stop, resume: bool = False) -> Outcome:
-    """A run on one of the ranks that `comm` connects."""
-    with _agreed(comm, resolved):
-        folder = _folder(comm, resolved.config, resume)
-        task = _task(resolved.config, place)
-    plan = _plan(resolved.config, task, place)
-    with _writing(comm, folder, resolved) as run_folder:
+def train_rank(
+    resolved: ResolvedConfig, info: RankInfo, comm: Communicator, stop: Stop, resume: bool = False
+) -> Outcome:
+    """Train on one of the ranks that `comm` connects."""
+    with _agree_on_errors(comm, resolved):
+        folder = _choose_folder(comm, resolved.config, resume)
+        task = _build_task(resolved.config, info)
+    plan = _make_plan(resolved.config, task, info)
+    with _open_folder(comm, folder, resolved) as run_folder:
         if comm.rank == 0:
-            say_start(resolved, place.how, task, plan)
-            _say_without_effect(resolved)
+            log_start(resolved, info.launcher, task, plan)
+            _warn_unused_options(resolved)
         return _fit(resolved, task, plan, run_folder, comm, stop, resume)
 
 
 def _fit(
-    resolved: Resolved,
+    resolved: ResolvedConfig,
     task: Task[Any],
     plan: Plan,
     folder: RunFolder,
@@ -77,48 +80,48 @@ def _fit(
     config = resolved.config
     identity = ModelIdentity.of(config.dnn, task.model)
     checkpoints = Checkpoints(folder.checkpoints, identity, config.keep)
-    with _optimizer(config, task.model, comm) as optimizer:
+    with _make_optimizer(config, task.model, comm) as optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
         if resume:
             trainer.resume()
-        # without nworkers: a run may go on with another number of ranks
-        folder.write_config(Resolved(replace(config, out=folder.path, nworkers=None), resolved.origins))
+        # without nworkers: a run may resume with another number of ranks
+        folder.write_config(ResolvedConfig(replace(config, out=folder.path, nworkers=None), resolved.origins))
         for sink in folder.open_metrics(trainer.done.step):
             optimizer.add_sink(sink)
         if not trainer.finished:
-            folder.plan(plan.row())
-            folder.no_result()
+            folder.write_plan(plan.row())
+            folder.remove_result()
         ended_by = trainer.fit()
         result = _result(trainer, ended_by is None)
-        folder.result(result)
+        folder.write_result(result)
     if comm.rank == 0:
         if ended_by is None:
-            log.info("%s\n%s", "finished; the phases of the run:", summary_table(result["phases"]))
+            log.info("finished; averages per phase:\n%s", format_summary(result["phases"]))
             log.info("the run is in %s", folder.path)
         else:
-            how = f"oktopk train --resume {folder.path}"
-            log.warning("%s: saved after step %d; go on with %s", ended_by.name, trainer.done.step, how)
+            command = f"oktopk train --resume {folder.path}"
+            log.warning("%s: saved after step %d; continue with: %s", ended_by.name, trainer.done.step, command)
     return Outcome(0 if ended_by is None else 128 + ended_by, folder.path, result)
 
 
 @contextmanager
-def _agreed(comm: Communicator, resolved: Resolved) -> Iterator[None]:
-    """What goes wrong on one rank ends all of them, with the same words."""
+def _agree_on_errors(comm: Communicator, resolved: ResolvedConfig) -> Iterator[None]:
+    """If the block fails on one rank, raise the same error on all of them."""
     problem: Exception | None = None
     try:
         yield
     except BAD_INPUT as error:
         problem = error
-    terms = {"the options": hashlib.sha256(as_toml(resolved).encode()).hexdigest()}
+    terms = {"the options": hashlib.sha256(to_toml(resolved).encode()).hexdigest()}
     try:
         agree(comm, terms, None if problem is None else str(problem))
     except ValueError as error:
-        raise raised_by_all(problem or ConfigError(str(error))) from error
+        raise mark_collective(problem or ConfigError(str(error))) from error
 
 
-def _folder(comm: Communicator, config: TrainConfig, resume: bool) -> Path:
-    """The folder that rank 0 has in mind."""
+def _choose_folder(comm: Communicator, config: TrainConfig, resume: bool) -> Path:
+    """Choose the run folder; rank 0 decides for all."""
     path = config.out or Path("runs") / new_name(config)
     problem = None
     if comm.rank == 0 and not resume:
@@ -126,28 +129,28 @@ def _folder(comm: Communicator, config: TrainConfig, resume: bool) -> Path:
             check_unused(path)
         except (ConfigError, OSError) as error:
             problem = str(error)
-    said = gather_json(comm, {"path": str(path), "problem": problem}, "folder")[0]
-    if said["problem"]:
-        raise ConfigError(said["problem"])
-    return Path(said["path"])
+    chosen = gather_json(comm, {"path": str(path), "problem": problem}, "folder")[0]
+    if chosen["problem"]:
+        raise ConfigError(chosen["problem"])
+    return Path(chosen["path"])
 
 
-def _task(config: TrainConfig, place: Place) -> Task[Any]:
+def _build_task(config: TrainConfig, info: RankInfo) -> Task[Any]:
     assert config.batch_size is not None
-    source = Source(config.data_dir, config.min_seconds, config.augment)
-    share = Share(place.rank, place.world, config.batch_size, config.nsteps_update, config.seed)
+    source = DataSource(config.data_dir, config.min_seconds, config.augment)
+    share = Shard(info.rank, info.world, config.batch_size, config.nsteps_update, config.seed)
     torch.manual_seed(config.seed)
     task = config.workload.build(source, share)
     if config.pretrain is not None:
         load_weights(task.model, config.pretrain)
     if torch.cuda.is_available():
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
         task.model.cuda()
-    torch.manual_seed(config.seed * 1_000_003 + place.rank)  # from here on ranks draw different numbers
+    torch.manual_seed(config.seed * 1_000_003 + info.rank)  # from here on ranks draw different numbers
     return task
 
 
-def _plan(config: TrainConfig, task: Task[Any], place: Place) -> Plan:
+def _make_plan(config: TrainConfig, task: Task[Any], info: RankInfo) -> Plan:
     assert config.max_epochs is not None
     return Plan(
         steps_per_epoch=task.steps_per_epoch,
@@ -157,35 +160,35 @@ def _plan(config: TrainConfig, task: Task[Any], place: Place) -> Plan:
         algorithm=config.algorithm,
         density=config.density,
         parameters=sum(parameter.numel() for parameter in task.model.parameters()),
-        world=place.world,
+        world=info.world,
         ramp_steps=config.ramp_steps,
         ranks_per_host=config.ranks_per_host,
     )
 
 
 @contextmanager
-def _writing(comm: Communicator, path: Path, resolved: Resolved) -> Iterator[RunFolder]:
-    """The run's folder, which rank 0 can write to: if it cannot, all ranks end."""
-    with _agreed(comm, resolved):
+def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig) -> Iterator[RunFolder]:
+    """Open the run folder; if rank 0 cannot write to it, all ranks fail."""
+    with _agree_on_errors(comm, resolved):
         folder = RunFolder(path, comm.rank == 0)
     with closing(folder):
         try:
             yield folder
         except Exception:
             if comm.rank == 0 and list(folder.checkpoints.glob("*/manifest.json")):
-                log.warning("what was saved is not lost: oktopk train --resume %s", path)
+                log.warning("continue from the last checkpoint with: oktopk train --resume %s", path)
             raise
 
 
-def _optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
+def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
     momentum = {} if config.workload.momentum is None else {"momentum": config.momentum_after}
-    made = config.workload.optimizer(
+    inner = config.workload.optimizer(
         model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **momentum
     )
     return DistributedOptimizer(
-        made,
+        inner,
         model=model,
-        compressor=_algorithm(config),
+        algorithm=_make_algorithm(config),
         density=config.density,
         warmup_steps=config.warmup_steps,
         norm_clip=config.norm_clip,
@@ -195,13 +198,13 @@ def _optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> Dis
         ramp_steps=config.ramp_steps,
         momentum=(config.momentum or 0.0) if config.momentum_correction else 0.0,
         values=config.values,
-        join=config.join,
+        fusion_entries=config.fusion_entries,
         max_skipped=config.max_skipped,
         ranks_per_host=config.ranks_per_host,
     )
 
 
-def _algorithm(config: TrainConfig) -> Algorithm:
+def _make_algorithm(config: TrainConfig) -> Algorithm:
     algorithm = find_algorithm(config.algorithm)
     if isinstance(algorithm, OkTopk):
         algorithm = replace(algorithm, tau=config.tau or algorithm.tau)
@@ -209,33 +212,33 @@ def _algorithm(config: TrainConfig) -> Algorithm:
     return algorithm
 
 
-def _say_without_effect(resolved: Resolved) -> None:
-    """Options that were set and change nothing."""
+def _warn_unused_options(resolved: ResolvedConfig) -> None:
+    """Warn about options that were set but have no effect."""
     config, workload = resolved.config, resolved.config.workload
-    idle = {"sigma_scale": "it had none in the original either"}
+    unused = {"sigma_scale": "it is accepted for compatibility only"}
     if config.algorithm != "oktopk":
-        idle |= dict.fromkeys(("tau", "tau_prime"), f"{config.algorithm} has no such constant")
+        unused |= dict.fromkeys(("tau", "tau_prime"), f"{config.algorithm} has no such constant")
     if config.algorithm == "dense":
         names = ("density", "warmup_steps", "ramp_steps", "values", "auto")
-        idle |= dict.fromkeys(names, "the run is dense")
+        unused |= dict.fromkeys(names, "the run is dense")
     if not config.compression:
-        idle["compressor"] = "--compression is False"
+        unused["compressor"] = "--compression is False"
     if workload.dataset != "an4":
-        idle |= dict.fromkeys(("min_seconds", "pseudo_accuracy"), f"{workload.dataset} is not speech")
+        unused |= dict.fromkeys(("min_seconds", "pseudo_accuracy"), f"{workload.dataset} is not speech")
     if workload.dataset in ("ptb", "text"):
-        idle["augment"] = "words are not changed"
+        unused["augment"] = "text is not augmented"
     if workload.momentum is None:
         own = f"the optimizer of {workload.dnn} has its own"
-        idle |= dict.fromkeys(("momentum", "momentum_correction"), own)
+        unused |= dict.fromkeys(("momentum", "momentum_correction"), own)
     if not torch.cuda.is_available():
-        idle["nwpernode"] = "there is no GPU to choose"
-    for name, reason in idle.items():
+        unused["nwpernode"] = "there is no GPU to choose"
+    for name, reason in unused.items():
         if resolved.origins[name].startswith((COMMAND_LINE, ENVIRONMENT)):
             log.warning("--%s has no effect: %s", name.replace("_", "-"), reason)
 
 
 def _result(trainer: Trainer, finished: bool) -> dict[str, Any]:
-    """The figures of the run, for programs."""
+    """The results of the run, for programs."""
     config, plan = trainer.config, trainer.plan
     return {
         "finished": finished,

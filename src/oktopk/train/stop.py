@@ -1,4 +1,4 @@
-"""Asking a run to end: by Ctrl-C, or by SIGTERM."""
+"""Stop a run on Ctrl-C or SIGTERM, after the current step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Notes the first signal, so that a step can be finished and saved. A Ctrl-C after that interrupts at once.
+    """Records the first signal, so that the current step can finish and be saved. A second Ctrl-C interrupts at
+    once.
 
-    Handlers are restored at the end.
+    The old handlers are restored at the end.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._record) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -29,7 +30,7 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number)

@@ -1,14 +1,16 @@
-"""Compare all algorithms with PyTorch's own ways on the same gradients: time, CPU, bytes, and what is hidden.
+"""Time every algorithm and PyTorch's own gradient averaging on the same gradients.
 
-    oktopk bench --ranks 2                                         processes on this machine, no limit
-    oktopk bench --ranks 4 --link none,1gbit,100mbit               in a lab of network namespaces (needs root)
-    oktopk bench --link 1gbit --model transformer --bucket-mb 1    a network that computes
+The table shows step time, CPU time, bytes sent, and how much of the exchange backward hides.
+
+    oktopk bench --ranks 2                                         processes on this machine, no rate limit
+    oktopk bench --ranks 4 --link none,1gbit,100mbit               hosts in network namespaces (needs root)
+    oktopk bench --link 1gbit --model transformer --bucket-mb 1    a real backward pass
     oktopk bench --contenders ddp,powersgd,oktopk --figure bench.png
-    oktopk bench --contenders ddp,oktopk,oktopk:fp16,oktopk:auto   variants of ours
+    oktopk bench --contenders ddp,oktopk,oktopk:fp16,oktopk:auto   variants of one algorithm
     oktopk bench --link 1gbit --ranks-per-host 2 --contenders ddp,oktopk,oktopk:hosts
 
-A step is the backward pass with the exchange of gradients; forward and optimizer do not count. Contenders take
-turns step by step, so that what disturbs the machine disturbs all of them. Ctrl-C leaves nothing behind.
+A step is the backward pass and its gradient exchange; forward and optimizer are not timed. Contenders alternate
+step by step, so that a disturbance of the machine affects all of them. Ctrl-C ends all processes.
 """
 
 from __future__ import annotations
@@ -23,59 +25,72 @@ from pathlib import Path
 import torch
 
 from oktopk.errors import OkTopkError
-from oktopk.tools.bench.figures import Record
 from oktopk.tools.bench.launch import NO_LIMIT, measure
-from oktopk.tools.bench.names import CONTENDERS, VARIANTS, BenchError, with_link_limits
-from oktopk.tools.bench.picture import draw
+from oktopk.tools.bench.names import CONTENDERS, VARIANTS, BenchError, add_link_limits
 from oktopk.tools.bench.plan import Plan, free_memory
+from oktopk.tools.bench.plot import draw
+from oktopk.tools.bench.records import Record
 from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
-from oktopk.tools.drawing import drawing_problem
 from oktopk.tools.lab import lab_problem, parse_rate
+from oktopk.tools.plotting import figure_problem
 from oktopk.utils.signals import interrupted_code
 from oktopk.wire.message import VALUE_CODES
 
-from ..complaint import complain
-from ..lists import words
-from ..numbers import count
+from ..errors import print_error
+from ..parsing import parse_count, split_list
 
-NO_LINK = (
-    "loopback: nothing limits the link, and no interface counts bytes; --link 1gbit measures in a lab (needs root)"
-)
+NO_LINK = "loopback: no rate limit, and no interface that counts bytes; --link 1gbit limits the links (needs root)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = ", ".join(f"{name} {size / 1e6:.4g}M" for name, (size, _) in MODELS.items())
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(default: 4)")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
     parser.add_argument(
         "--ranks-per-host",
         type=int,
         default=1,
         metavar="N",
-        help="ranks that share a host and its link (default: 1)",
+        help="ranks on each host, which share its link (default: 1)",
     )
     parser.add_argument(
-        "--link", metavar="RATE,…", help="in a lab, with links of these rates: none, 1gbit, 100mbit"
+        "--link",
+        metavar="RATE,…",
+        help="run in network namespaces with links of these rates, like none,1gbit,100mbit (needs root)",
     )
-    parser.add_argument("--model", default="resnet50-shapes", choices=MODELS, help="(default: resnet50-shapes)")
     parser.add_argument(
-        "--params", type=count, metavar="N", help=f"size of the model, like 25M (default: {sizes})"
+        "--model",
+        default="resnet50-shapes",
+        choices=MODELS,
+        help="prepared gradients in given shapes, or a real mlp or transformer (default: resnet50-shapes)",
+    )
+    parser.add_argument(
+        "--params", type=parse_count, metavar="N", help=f"number of parameters, like 25M (default: {sizes})"
     )
     parser.add_argument(
         "--contenders",
         default=",".join(CONTENDERS),
         metavar="A,B,…",
-        help=f"(default: all) {', '.join(CONTENDERS)}; ours also as oktopk:fp16, by {', '.join(VARIANTS)}",
+        help=f"what to compare (default: all): {', '.join(CONTENDERS)}. Colons add variants "
+        f"to an algorithm, like oktopk:fp16:fused: {', '.join(VARIANTS)}. fused: all buckets share their "
+        f"messages; apart: each bucket has its own; auto: dense where that is faster; "
+        "hosts: the ranks of a host exchange as one",
     )
-    parser.add_argument("--steps", type=int, default=15, metavar="N", help="steps that count (default: 15)")
-    parser.add_argument("--density", type=float, default=0.01, metavar="X", help="(default: 0.01)")
-    parser.add_argument("--values", default="fp32", choices=VALUE_CODES, help="on the wire (default: fp32)")
-    parser.add_argument("--bucket-mb", type=float, metavar="X", help="size of DDP's buckets (default: DDP's own)")
+    parser.add_argument("--steps", type=int, default=15, metavar="N", help="timed steps (default: 15)")
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="for each link (default: 1800)"
+        "--density", type=float, default=0.01, metavar="X", help="share of entries to send (default: 0.01)"
     )
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the step times: .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--values", default="fp32", choices=VALUE_CODES, help="values on the wire (default: fp32)")
+    parser.add_argument(
+        "--bucket-mb", type=float, metavar="X", help="bucket size of DDP in MB (default: DDP's own)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit for each link (default: 1800)"
+    )
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="plot the step times to this .png, .svg or .pdf"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,19 +103,19 @@ def run(options: argparse.Namespace) -> int:
         for found in measure(plan, links):
             records += found
     except (OkTopkError, OSError) as error:
-        complain("bench", error)
+        print_error("bench", error)
         code = 2 if isinstance(error, BenchError) else 1
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
         code = interrupted_code(error)
-    return _show(options, records) or code  # of the links before, if something went wrong
+    return _show(options, records) or code  # after an error, show the links measured before it
 
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
-    """What to measure on which links; what is wrong is said before anything is measured."""
-    names, links = with_link_limits(words(options.contenders)), words(options.link or "")
+    """Make the plan and the list of links; reject bad options before anything is measured."""
+    names, links = add_link_limits(split_list(options.contenders)), split_list(options.link or "")
     if not names or (options.link is not None and not links):
-        raise BenchError(f"give at least one {'link' if names else 'contender'}")
+        raise BenchError(f"pass at least one {'link' if names else 'contender'}")
     try:
         for link in links:
             if link != NO_LIMIT:
@@ -120,12 +135,12 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
         ranks_per_host=options.ranks_per_host,
         progress=sys.stderr.isatty() and find_spec("tqdm") is not None,
     )
-    if options.figure is not None and (problem := drawing_problem(options.figure)):
+    if options.figure is not None and (problem := figure_problem(options.figure)):
         raise BenchError(problem)
     if links and (problem := lab_problem()):
-        print(f"oktopk bench: no links of {', '.join(links)}: {problem}", file=sys.stderr)
+        print(f"oktopk bench: no rate limit of {', '.join(links)}: {problem}", file=sys.stderr)
         links = []
-    return plan.fitted(free_memory()), links
+    return plan.fit_to_memory(free_memory()), links
 
 
 def _show(options: argparse.Namespace, records: list[Record]) -> int:
@@ -140,6 +155,6 @@ def _show(options: argparse.Namespace, records: list[Record]) -> int:
         if options.figure is not None:
             draw(records, options.figure)
     except OSError as error:
-        complain("bench", error)
+        print_error("bench", error)
         return 1
     return 0

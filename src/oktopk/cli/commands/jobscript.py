@@ -1,9 +1,9 @@
-"""Write a job script for SLURM or PBS, for one algorithm or for all of them.
+"""Write a SLURM or PBS job script for one algorithm, or one script for each.
 
     oktopk jobscript --scheduler slurm --nodes 4 --ranks-per-node 2 --data-dir audio_data --lr 0.01 > job.sh
     oktopk jobscript --scheduler pbs --compressor all --config lstm_extended --out jobs
 
-All options of `oktopk train` can be given. In the script each value has the form lr="${lr:-0.01}", so that
+All options of `oktopk train` are accepted. The script sets each of them in the form lr="${lr:-0.01}", so that
 `lr=0.1 sbatch job.sh` overrides it.
 """
 
@@ -17,31 +17,46 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools.jobscript import SCHEDULERS, Job, JobError, render
 from oktopk.train.config.options import OPTIONS
-from oktopk.train.config.origins import DEFAULT, Resolved, resolve
+from oktopk.train.config.origins import DEFAULT, ResolvedConfig, resolve
 
-from ..complaint import complain
-from ..options import add_config, add_option, given
+from ..errors import print_error
+from ..options import add_config, add_option, collect_options
 
 ALL = "all"
 ALWAYS = ("dnn", "data_dir", "lr", "batch_size", "max_epochs", "compressor", "density", "seed")
-"""Stand in the script even if nobody has asked for them."""
-_OF_THE_SCRIPT = ("out", "nworkers", "nwpernode", "ranks", "compression")
+"""Options that the script always sets."""
+_SET_BY_SCRIPT = ("out", "nworkers", "nwpernode", "ranks", "compression")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scheduler", required=True, choices=SCHEDULERS)
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"a file, or a folder (needed for {ALL})")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N")
-    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="M")
-    parser.add_argument("--cpus-per-rank", type=int, default=1, metavar="C", help="also OMP_NUM_THREADS")
-    parser.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="limit (default: one hour)")
-    parser.add_argument("--partition", "--queue", dest="queue", metavar="NAME")
-    parser.add_argument("--account", metavar="NAME")
+    parser.add_argument("--scheduler", required=True, choices=SCHEDULERS, help="job scheduler")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"output file, or folder (required for --compressor {ALL}); default: stdout",
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, metavar="M", help="ranks on each node (default: 1)"
+    )
+    parser.add_argument(
+        "--cpus-per-rank",
+        type=int,
+        default=1,
+        metavar="C",
+        help="cores of each rank, also OMP_NUM_THREADS (default: 1)",
+    )
+    parser.add_argument("--time", default="01:00:00", metavar="HH:MM:SS", help="time limit (default: 01:00:00)")
+    parser.add_argument(
+        "--partition", "--queue", dest="queue", metavar="NAME", help="partition (SLURM) or queue (PBS)"
+    )
+    parser.add_argument("--account", metavar="NAME", help="account to charge")
     add_config(parser)
     group = parser.add_argument_group("options of oktopk train")
     for name in OPTIONS:
-        if name not in _OF_THE_SCRIPT:
-            add_option(group, name, f"; {ALL}: a script for each" if name == "compressor" else "")
+        if name not in _SET_BY_SCRIPT:
+            add_option(group, name, f"; {ALL}: one script for each" if name == "compressor" else "")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,27 +70,27 @@ def run(options: argparse.Namespace) -> int:
             print(path)
         return 0
     except (OkTopkError, OSError) as error:
-        complain("jobscript", error)
+        print_error("jobscript", error)
         return 2 if isinstance(error, OkTopkError) else 1
 
 
 def _scripts(options: argparse.Namespace) -> dict[str, str]:
-    """From the algorithm's name to its script."""
-    chosen = given(options)
-    chosen.pop("out", None)  # that of the script
+    """Render the scripts, by algorithm."""
+    chosen = collect_options(options)
+    chosen.pop("out", None)  # the script's own --out
     every = str(chosen.get("compressor")).lower() == ALL
     if every and options.out is None:
-        raise JobError(f"--compressor {ALL} makes {len(ALGORITHMS)} scripts: say where by --out FOLDER")
+        raise JobError(f"--compressor {ALL} makes {len(ALGORITHMS)} scripts: pass --out FOLDER")
     if every:
         del chosen["compressor"]
-    first = resolve(chosen, {}, options.config)  # the environment of the job counts, not this one
+    first = resolve(chosen, {}, options.config)  # the job reads its own environment, not this one
     names = tuple(ALGORITHMS) if every else (first.config.algorithm,)
     return {
         name: render(_job(options, resolve(chosen | {"compressor": name}, {}, options.config))) for name in names
     }
 
 
-def _job(options: argparse.Namespace, resolved: Resolved) -> Job:
+def _job(options: argparse.Namespace, resolved: ResolvedConfig) -> Job:
     return Job(
         scheduler=options.scheduler,
         options=_values(resolved),
@@ -88,16 +103,16 @@ def _job(options: argparse.Namespace, resolved: Resolved) -> Job:
     )
 
 
-def _values(resolved: Resolved) -> dict[str, str | None]:
-    """What the script passes on: a config's values, too, so that the script needs no other file."""
+def _values(resolved: ResolvedConfig) -> dict[str, str | None]:
+    """Choose the options that the script sets, those of --config included, so that it needs no other file."""
     values: dict[str, str | None] = {}
     for name, origin in resolved.origins.items():
         chosen = origin != DEFAULT and not origin.startswith("network ")
-        if name not in _OF_THE_SCRIPT and (chosen or name in ALWAYS):
+        if name not in _SET_BY_SCRIPT and (chosen or name in ALWAYS):
             value = getattr(resolved.config, name)
             values[name] = None if value is None else str(value)
     if resolved.config.algorithm == "dense":
-        values["density"] = None  # of no effect, which train would warn of
+        values["density"] = None  # has no effect, and train would warn about it
     return values
 
 
@@ -110,9 +125,9 @@ def _places(scripts: dict[str, str], options: argparse.Namespace) -> dict[Path, 
 
 
 def _write(path: Path, text: str) -> None:
-    """Nobody's own changes are lost: a file that is there already stays."""
+    """Write the script unless another one is there: the user may have edited it."""
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-        raise JobError(f"{path} is there already and differs: remove it, or give another --out")
+        raise JobError(f"{path} exists and differs: remove it, or pass another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     os.chmod(path, 0o755)

@@ -1,12 +1,12 @@
-"""How would it scale? Time and bytes of a reduction on P ranks, from real messages and a model of the network.
+"""Predict time and bytes of an all-reduce on P ranks, from recorded messages and a network model.
 
     oktopk simulate --ranks 2..1024 --params 25M --density 0.01 --net 10gbit:50us
     oktopk simulate --ranks 2,3,5 --algorithms dense,topka,oktopk --figure simulate.png
     oktopk simulate --ranks 2..64 --calibrate 1gbit
 
-The algorithms themselves run on P ranks, which are threads of this process, with a smaller tensor; their messages
-are recorded, scaled to --params, and replayed on the network. The work of a rank is measured on this machine. What
-is measured and what is modelled is said below the table.
+The real algorithms run on P ranks, as threads of this process, with a smaller tensor. Their messages are recorded,
+scaled to --params, and replayed on the network model. The compute time of a rank is measured on this machine. The
+notes below the table say what is measured and what is modelled.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from typing import Any
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools import simulate as tool
-from oktopk.tools.cores import own_cores
-from oktopk.tools.drawing import drawing_problem
+from oktopk.tools.cores import available_cores
 from oktopk.tools.lab import lab_problem, parse_rate
-from oktopk.utils.signals import interrupted_code, raising
+from oktopk.tools.plotting import figure_problem
+from oktopk.utils.signals import interrupted_code, raise_on_signal
 
-from ..complaint import complain
-from ..lists import words
-from ..numbers import count
+from ..errors import print_error
+from ..parsing import parse_count, split_list
 
 MOST = 1024
-"""A step has P² messages, and all ranks are threads of this process."""
+"""The limit on ranks: a step has P² messages, and every rank is a thread of this process."""
 _MOST_AT_ONCE = 16
-"""Processes that measure what a message costs."""
+"""The limit on processes that measure the cost of a message."""
 _LOOPBACK = "loopback"
 
 
@@ -45,39 +44,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         default="2..64",
         metavar="LIST",
-        help="like 2,3,5; 2..64 are the powers of two (default: 2..64)",
+        help="numbers of ranks, like 2,3,5; 2..64 means the powers of two (default: 2..64)",
     )
     parser.add_argument(
-        "--params", type=count, default="25M", metavar="N", help="entries of the tensor (default: 25M)"
+        "--params", type=parse_count, default="25M", metavar="N", help="entries of the gradient (default: 25M)"
     )
-    parser.add_argument("--density", default="0.01", metavar="X", help="of what a rank sends (default: 0.01)")
+    parser.add_argument(
+        "--density", default="0.01", metavar="X", help="share of entries that a rank sends (default: 0.01)"
+    )
     parser.add_argument(
         "--net", default="10gbit:50us", metavar="RATE:LATENCY[:OVERHEAD]",
-        help="of every rank's link (default: 10gbit:50us); the overhead of a message, during which a rank does "
-        "nothing else, is measured over TCP unless it is given, like 10gbit:50us:4us",
+        help="link of each rank (default: 10gbit:50us). The overhead is the time that a rank spends on "
+        "one message; it is measured over TCP unless given, as in 10gbit:50us:4us",
     )  # fmt: skip
     parser.add_argument(
         "--calibrate", nargs="?", const=_LOOPBACK, metavar="RATE",
-        help="measure the link instead: between hosts in network namespaces at this rate, like 1gbit (root), "
-        "or, without a rate or root, on the loopback of this machine",
+        help="measure the link instead of --net: between network namespaces at this rate, like 1gbit (needs "
+        "root); without a rate or without root, on loopback",
     )  # fmt: skip
-    parser.add_argument("--algorithms", default=every, metavar="A,B,…", help=f"(default: {every})")
+    parser.add_argument(
+        "--algorithms", default=every, metavar="A,B,…", help=f"algorithms to simulate (default: {every})"
+    )
     parser.add_argument("--ranks-per-core", default="1", metavar="N", help="ranks that share a core (default: 1)")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it, like simulate.png")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the results to this .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     try:
         question, ranks_per_core = _question(options)
     except tool.SimulationError as error:
-        complain("simulate", error)
+        print_error("simulate", error)
         return 2
     try:
-        with raising(signal.SIGTERM):
+        with raise_on_signal(signal.SIGTERM):
             report = _simulate(options, question, ranks_per_core)
     except (OkTopkError, OSError) as error:
-        complain("simulate", error)
+        print_error("simulate", error)
         return 1
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
@@ -87,9 +90,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace, question: tool.Question, ranks_per_core: int) -> dict[str, Any]:
-    link, at_once = tool.GIVEN, max(2, min(ranks_per_core * len(own_cores()), _MOST_AT_ONCE))
+    link, at_once = tool.GIVEN, max(2, min(ranks_per_core * len(available_cores()), _MOST_AT_ONCE))
     with Progress(len(question.ranks) * len(question.algorithms)) as progress:
-        progress.say("measuring what messages and work cost on this machine")
+        progress.show("measuring the cost of messages and compute on this machine")
         network = question.network
         if options.calibrate:
             network, link = _calibrate(options.calibrate, at_once)
@@ -105,7 +108,7 @@ def _simulate(options: argparse.Namespace, question: tool.Question, ranks_per_co
 
 
 class Progress:
-    """One line that changes, on a terminal only."""
+    """A progress line, on a terminal only."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -114,24 +117,24 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.say("")
+        self.show("")
 
-    def say(self, words: str) -> None:
+    def show(self, words: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
 
     def step(self, words: str) -> None:
         full = 24 * self.done // self.total
-        self.say(f"[{'#' * full}{'.' * (24 - full)}] {self.done}/{self.total}  {words}")
+        self.show(f"[{'#' * full}{'.' * (24 - full)}] {self.done}/{self.total}  {words}")
         self.done += 1
 
 
 def _calibrate(rate: str, ranks: int) -> tuple[tool.Network, str]:
     problem = None if rate == _LOOPBACK else lab_problem()
     if problem:
-        print(f"oktopk simulate: measuring the loopback instead of {rate}: {problem}", file=sys.stderr)
+        print(f"oktopk simulate: measuring loopback instead of {rate}: {problem}", file=sys.stderr)
     if problem or rate == _LOOPBACK:
-        return tool.calibrate_loopback(ranks), f"between {ranks} ranks on the loopback"
+        return tool.calibrate_loopback(ranks), f"between {ranks} ranks on loopback"
     return tool.calibrate_lab(rate, ranks), f"between {ranks} hosts in namespaces at {rate}"
 
 
@@ -139,13 +142,13 @@ def _calibrate(rate: str, ranks: int) -> tuple[tool.Network, str]:
 
 
 def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
-    names = words(options.algorithms)
+    names = split_list(options.algorithms)
     if not names:
-        raise tool.SimulationError("give at least one algorithm")
+        raise tool.SimulationError("pass at least one algorithm")
     for name in names:
         if name not in ALGORITHMS:
-            raise tool.SimulationError(f"unknown algorithm {name!r}: choose among {', '.join(ALGORITHMS)}")
-    if options.figure and (problem := drawing_problem(options.figure)):
+            raise tool.SimulationError(f"unknown algorithm {name!r}: choose from {', '.join(ALGORITHMS)}")
+    if options.figure and (problem := figure_problem(options.figure)):
         raise tool.SimulationError(problem)
     size, density = options.params, _number("--density", options.density, float)
     if not 0 < density <= 1:
@@ -154,11 +157,11 @@ def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
         raise tool.SimulationError(f"--density {options.density} of {size} parameters is less than one entry")
     if options.calibrate not in (None, _LOOPBACK):
         _check_rate(options.calibrate)
-    each = _number("--ranks-per-core", options.ranks_per_core, int)
-    if not 1 <= each <= 64:
-        raise tool.SimulationError(f"--ranks-per-core must be in 1..64, got {each}")
+    per_core = _number("--ranks-per-core", options.ranks_per_core, int)
+    if not 1 <= per_core <= 64:
+        raise tool.SimulationError(f"--ranks-per-core must be in 1..64, got {per_core}")
     network = tool.parse_network(options.net)
-    return tool.Question(ranks(options.ranks), names, size, density, network), each
+    return tool.Question(parse_ranks(options.ranks), names, size, density, network), per_core
 
 
 def _check_rate(rate: str) -> None:
@@ -175,9 +178,10 @@ def _number(name: str, text: str, kind: Callable[[str], Any]) -> Any:
         raise tool.SimulationError(f"{name} must be a number, got {text!r}") from error
 
 
-def ranks(text: str) -> list[int]:
-    """
-    >>> ranks("2..16"), ranks("2,3,5"), ranks("1,4..8")
+def parse_ranks(text: str) -> list[int]:
+    """Parse numbers of ranks; a range stands for its powers of two.
+
+    >>> parse_ranks("2..16"), parse_ranks("2,3,5"), parse_ranks("1,4..8")
     ([2, 4, 8, 16], [2, 3, 5], [1, 4, 8])
     """
     found: set[int] = set()
@@ -188,6 +192,6 @@ def ranks(text: str) -> list[int]:
             raise tool.SimulationError(f"--ranks must be in 1..{MOST}, like 2..64 or 2,3,5, got {word!r}")
         powers = [1 << e for e in range(MOST.bit_length()) if first <= 1 << e <= last]
         if mark and not powers:
-            raise tool.SimulationError(f"--ranks {word}: there is no power of two in between")
+            raise tool.SimulationError(f"--ranks {word}: there is no power of two in this range")
         found.update(powers if mark else [first])
     return sorted(found)

@@ -1,4 +1,4 @@
-"""Those who take part: a DDP model each, with a hook of its own, or a limit; and what one step of it costs."""
+"""The contenders: each is a DDP model with its own hook, or a lower limit; both can time one step."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -14,27 +14,27 @@ from oktopk.frontends.ddp import OkTopkState
 from oktopk.metrics.sinks import MemorySink
 
 from .limits import LinkLimit, MemoryLimit
-from .names import AUTO_DENSE, BACKWARD, BF16, DDP, FP16, MEMORY, POWERSGD, limited, ours
+from .names import AUTO_DENSE, BACKWARD, BF16, DDP, FP16, MEMORY, POWERSGD, link_limit_target, parse_contender
 from .plan import Plan
-from .turns import Reduced, Turn, take_turn
+from .steps import ReducerReport, TimedStep, time_step
 from .workloads import Workload
 
 _ONE_BUCKET = 1e6
-"""Megabytes that no model has."""
+"""Bucket size in MB that exceeds any model."""
 _POWERSGD_START = 2
-"""The least that torch allows; steps before are dense."""
+"""The smallest value that torch allows; earlier steps are dense."""
 
 
 class Contender(Protocol):
-    """Somebody who takes turns with the others."""
+    """Something whose steps are timed in turn with those of others."""
 
-    def turn(self) -> Turn: ...
+    def step(self) -> TimedStep: ...
 
     def close(self) -> None: ...
 
 
-class Averaging:
-    """One way to average the gradients, as a DDP model with its hook."""
+class DdpContender:
+    """A DDP model with the hook that averages its gradients."""
 
     def __init__(self, name: str, workload: Workload, plan: Plan) -> None:
         self.workload, self.in_lab = workload, plan.in_lab
@@ -45,25 +45,26 @@ class Averaging:
         )
         self.memory = MemorySink(limit=1)
         self.state: OkTopkState | None = None
-        own = ours(name, plan.values)
+        own = parse_contender(name, plan.values)
         if own is not None:
             state = OkTopkState(
-                algorithm=own.algorithm, density=plan.density, values=own.values, auto=own.auto, join=own.join,
-                warmup_steps=AUTO_DENSE if own.auto else 0, sinks=[self.memory], timeout=plan.timeout,
+                algorithm=own.algorithm, density=plan.density, values=own.values, auto=own.auto,
+                fusion_entries=own.fusion_entries, warmup_steps=AUTO_DENSE if own.auto else 0,
+                sinks=[self.memory], timeout=plan.timeout,
                 ranks_per_host=plan.ranks_per_host if own.hosts else 1,
             )  # fmt: skip
             self.state = state.register(self.model)
         else:
             _CONNECT[name](self.model)
 
-    def turn(self) -> Turn:
-        """One step: the backward pass with all that is exchanged."""
+    def step(self) -> TimedStep:
+        """Time one backward pass with its gradient exchange."""
         self.model.zero_grad(set_to_none=True)
         loss = self.workload.loss(self.model)
-        return take_turn(loss.backward, self.in_lab, self._told)
+        return time_step(loss.backward, self.in_lab, self._report)
 
-    def _told(self, start: float) -> Reduced:
-        return Reduced() if self.state is None else Reduced.of(self.memory.steps[-1], start)
+    def _report(self, start: float) -> ReducerReport:
+        return ReducerReport() if self.state is None else ReducerReport.of(self.memory.steps[-1], start)
 
     def close(self) -> None:
         if self.state is not None:
@@ -71,24 +72,24 @@ class Averaging:
 
 
 def make_contender(name: str, workload: Workload, plan: Plan, sent: Mapping[str, int]) -> Contender:
-    """`sent` has what the others have sent in their last turns."""
-    whose = limited(name)
-    if whose is not None:
-        return LinkLimit(lambda: sent.get(whose, 0), plan.in_lab)
+    """Make a contender by name; `sent` holds the bytes that each contender sent in its last step."""
+    target = link_limit_target(name)
+    if target is not None:
+        return LinkLimit(lambda: sent.get(target, 0), plan.in_lab)
     if name == MEMORY:
         return MemoryLimit(workload.size, plan.in_lab)
-    return Averaging(name, workload, plan)
+    return DdpContender(name, workload, plan)
 
 
-def _nothing(state: None, bucket: GradBucket) -> Future[Tensor]:
-    """What a hook must do at least."""
+def _no_exchange(state: None, bucket: GradBucket) -> Future[Tensor]:
+    """A hook that returns the local gradients."""
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def _bf16(state: None, bucket: GradBucket) -> Future[Tensor]:
-    """torch's hook by another name: by its own, DDP takes it with NCCL only, though gloo sums bf16 as well."""
+    """torch's hook under another name: DDP accepts the original with NCCL only, although gloo can sum bf16."""
     future: Future[Tensor] = bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
     return future
 
@@ -99,7 +100,7 @@ def _power_sgd(model: DistributedDataParallel) -> None:
 
 
 _CONNECT: dict[str, Callable[[DistributedDataParallel], None]] = {
-    BACKWARD: lambda model: model.register_comm_hook(None, _nothing),
+    BACKWARD: lambda model: model.register_comm_hook(None, _no_exchange),
     DDP: lambda model: None,
     FP16: lambda model: model.register_comm_hook(None, fp16_compress_hook),
     BF16: lambda model: model.register_comm_hook(None, _bf16),

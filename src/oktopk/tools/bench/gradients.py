@@ -1,4 +1,4 @@
-"""Gradients that look like gradients, for measurements without a network that computes."""
+"""Synthetic gradients with realistic statistics, for measurements without a real network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 
 
 class Gradients:
-    """Heavy-tailed gradients that drift: layers of log-normal scale, a mean that all ranks share, own noise.
+    """Heavy-tailed gradients that drift: log-normal scale per layer, a mean that all ranks share, and noise per
+    rank.
 
-    The noise of a step is a window at a random place of one long draw, and a wandering factor scales the whole,
-    so that no two steps are alike; residuals grow as a random walk, and steadily where the mean is large.
+    The noise of a step is a window at a random offset of one long draw, and a slowly varying factor scales all of
+    it, so that no two steps are alike. Residuals grow as a random walk, and steadily where the mean is large.
     """
 
     def __init__(self, size: int, rank: int, seed: int = 0, layers: int = 50) -> None:
@@ -25,7 +26,7 @@ class Gradients:
         self.buffer = torch.empty(size)
 
     def at(self, step: int) -> torch.Tensor:
-        """The gradient of a step, in a buffer that the next call reuses."""
+        """Return the gradient of a step, in a buffer that the next call overwrites."""
         offset = self.offsets[step % len(self.offsets)]
         drift = math.exp(0.3 * math.sin(step / 13) + 0.2 * math.sin(step / 5))
         torch.add(self.mean, self.noise[offset : offset + self.mean.numel()], out=self.buffer)

@@ -1,4 +1,4 @@
-"""What every rank of a measurement runs: `python -m oktopk.tools.bench.job PLAN`. Rank 0 prints the records."""
+"""The program of every rank: `python -m oktopk.tools.bench.job PLAN`. Rank 0 prints the records."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ import torch
 import torch.distributed as dist
 
 from .contenders import make_contender
-from .figures import records
-from .names import warmup
+from .names import warmup_steps
 from .plan import Plan
-from .turns import Turn
+from .records import make_records
+from .steps import TimedStep
 from .workloads import Workload, make_workload
 
 
-def measure(plan: Plan, workload: Workload, done: Callable[[str], object]) -> dict[str, list[Turn]]:
-    """Contenders take turns step by step, group after group; who has a longer warm-up begins earlier."""
-    turns: dict[str, list[Turn]] = {name: [] for name in plan.names}
+def measure(plan: Plan, workload: Workload, done: Callable[[str], object]) -> dict[str, list[TimedStep]]:
+    """Time the contenders of each group in turn, step by step; those with a longer warm-up start earlier."""
+    steps: dict[str, list[TimedStep]] = {name: [] for name in plan.names}
     sent: dict[str, int] = {}
     prepared = itertools.count()
     for group in plan.groups:
         contenders = {name: make_contender(name, workload, plan, sent) for name in group}
-        for step in range(-max(map(warmup, group)), plan.steps):
+        for step in range(-max(map(warmup_steps, group)), plan.steps):
             workload.prepare(next(prepared))
             for name, contender in contenders.items():
-                if step < -warmup(name):
+                if step < -warmup_steps(name):
                     continue
-                turn = contender.turn()
-                sent[name] = turn.reduced.sent_bytes or 0
+                timed = contender.step()
+                sent[name] = timed.reduced.sent_bytes or 0
                 if step >= 0:
-                    turns[name].append(turn)
+                    steps[name].append(timed)
                 done(name)
         for contender in contenders.values():
             contender.close()
         del contenders, contender
-        gc.collect()  # models and their hooks know each other
-    return turns
+        gc.collect()  # models and their hooks reference each other
+    return steps
 
 
-def progress(plan: Plan) -> Callable[[str], object]:
-    """A bar on stderr, if it was asked for: whoever started this rank knows whether somebody looks."""
+def make_progress(plan: Plan) -> Callable[[str], object]:
+    """Make a progress callback: a bar on stderr if the plan asks for one."""
     if not plan.progress:
         return lambda name: None
     from tqdm import tqdm
 
-    total = sum(warmup(name) + plan.steps for group in plan.groups for name in group)
+    total = sum(warmup_steps(name) + plan.steps for group in plan.groups for name in group)
     bar = tqdm(total=total, unit="step", desc=plan.link or "loopback", disable=dist.get_rank() > 0, leave=False)
 
     def done(name: str) -> None:
@@ -64,7 +64,7 @@ def progress(plan: Plan) -> Callable[[str], object]:
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has had in memory; 0 where the system does not tell."""
+    """Peak memory of this process in bytes; 0 where the system does not tell."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -78,12 +78,12 @@ def main(text: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan.timeout))
     try:
         workload = make_workload(plan.model, plan.params, dist.get_rank())
-        turns = measure(plan, workload, progress(plan))
-        of_ranks: list[dict[str, list[Turn]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, turns)
+        steps = measure(plan, workload, make_progress(plan))
+        of_ranks: list[dict[str, list[TimedStep]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, steps)
         dist.all_reduce(peak := torch.tensor(peak_memory()), dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
-            found = records(plan, workload.size, of_ranks)
+            found = make_records(plan, workload.size, of_ranks)
             print(json.dumps([{**record, "peak_memory_bytes": int(peak)} for record in found]), flush=True)
         dist.barrier()
     finally:
@@ -93,4 +93,4 @@ def main(text: str) -> None:
 if __name__ == "__main__":
     main(sys.argv[1])
     sys.stdout.flush()
-    os._exit(0)  # all is told: on a busy machine torch, with DDP alone, sometimes aborts while its threads end
+    os._exit(0)  # everything is reported; on a busy machine torch sometimes aborts while DDP's threads end

@@ -1,4 +1,4 @@
-"""What is to be measured, as every rank is told."""
+"""The plan of a measurement, as sent to every rank."""
 
 from __future__ import annotations
 
@@ -9,23 +9,33 @@ from pathlib import Path
 
 from oktopk.wire.message import VALUE_CODES
 
-from .names import BF16, FP16, MEMORY, POWERSGD, REFERENCES, BenchError, check_name, limited, ours
+from .names import (
+    BF16,
+    FP16,
+    MEMORY,
+    POWERSGD,
+    REFERENCES,
+    BenchError,
+    check_name,
+    link_limit_target,
+    parse_contender,
+)
 from .workloads import MODELS
 
 _COPIES = {POWERSGD: 4, FP16: 2, BF16: 2, "dense": 2, MEMORY: 2}
-"""Of the gradient that a contender has in memory; sparse algorithms have a residual and a work buffer besides."""
+"""Copies of the gradient that a contender holds; sparse algorithms also have a residual and a work buffer."""
 _SPARSE_COPIES, _SHARED_COPIES, _PROCESS_BYTES = 3, 8, 400e6
 _SHARE_OF_MEMORY = 0.8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One measurement on one link. `groups` are contenders that are in memory together and take turns."""
+    """One measurement on one link. The contenders of a group are in memory together and timed in turn."""
 
     groups: tuple[tuple[str, ...], ...]
     ranks: int
     link: str | None = None
-    """The rate of the links of a lab, or "none" for no limit; None for processes on loopback."""
+    """The rate of the lab's links, or "none" for no limit; None for processes on loopback."""
     model: str = "resnet50-shapes"
     params: int = MODELS["resnet50-shapes"][0]
     density: float = 0.01
@@ -33,10 +43,10 @@ class Plan:
     bucket_mb: float | None = None
     steps: int = 15
     timeout: float = 1800.0
-    """Seconds for the whole."""
+    """Time limit in seconds."""
     progress: bool = False
     ranks_per_host: int = 1
-    """Ranks that share a host, and its link in a lab."""
+    """Ranks on each host, which share its link in a lab."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -48,27 +58,27 @@ class Plan:
         if not 0 < self.density <= 1:
             raise BenchError(f"density must be in (0, 1], got {self.density:g}")
         if self.model == "resnet50-shapes" and self.params != MODELS[self.model][0]:
-            raise BenchError(f"{self.model} has {MODELS[self.model][0]:,} parameters: take --model synthetic")
+            raise BenchError(f"{self.model} has {MODELS[self.model][0]:,} parameters: use --model synthetic")
         for name in ("ranks", "params", "steps", "timeout", "bucket_mb"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise BenchError(f"{name.replace('_', '-')} must be above 0, got {value:g}")
 
         if self.ranks_per_host < 1 or self.ranks % self.ranks_per_host:
-            raise BenchError(f"{self.ranks} ranks cannot be {self.ranks_per_host} on every host")
+            raise BenchError(f"{self.ranks} ranks cannot be divided into {self.ranks_per_host} per host")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All contenders, once each."""
+        """All contenders, without repeats."""
         return tuple(dict.fromkeys(name for group in self.groups for name in group))
 
     @property
     def in_lab(self) -> bool:
         return self.link is not None
 
-    def fitted(self, memory: float | None) -> Plan:
-        """The same in as few groups as fit in that many bytes, with the references in every one of them."""
-        return replace(self, groups=fitting(self.names, self.params, self.ranks, memory))
+    def fit_to_memory(self, memory: float | None) -> Plan:
+        """Split the contenders into as few groups as fit into this many bytes, each with the references."""
+        return replace(self, groups=group_to_fit(self.names, self.params, self.ranks, memory))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -79,10 +89,12 @@ class Plan:
         return cls(**{**known, "groups": tuple(map(tuple, known["groups"]))})
 
 
-def fitting(names: Sequence[str], params: int, ranks: int, memory: float | None) -> tuple[tuple[str, ...], ...]:
+def group_to_fit(
+    names: Sequence[str], params: int, ranks: int, memory: float | None
+) -> tuple[tuple[str, ...], ...]:
     """Contenders in groups that fit in memory, or all in one if that is not known.
 
-    >>> fitting(["ddp", "topka", "oktopk"], 100_000_000, 4, 30e9)
+    >>> group_to_fit(["ddp", "topka", "oktopk"], 100_000_000, 4, 30e9)
     (('ddp', 'topka'), ('ddp', 'oktopk'))
     """
     if memory is None:
@@ -97,8 +109,8 @@ def fitting(names: Sequence[str], params: int, ranks: int, memory: float | None)
         need = _copies(name) * copy
         if need > room:
             raise BenchError(
-                f"{ranks} ranks with {params:,} parameters do not fit in the memory that is free "
-                f"({memory / 1e9:.1f} GB): take fewer --ranks or --params"
+                f"{ranks} ranks with {params:,} parameters do not fit into the free memory "
+                f"({memory / 1e9:.1f} GB): use fewer --ranks or --params"
             )
         if need > left:
             groups.append([])
@@ -109,16 +121,16 @@ def fitting(names: Sequence[str], params: int, ranks: int, memory: float | None)
 
 
 def _copies(name: str) -> int:
-    if limited(name) is not None:
+    if link_limit_target(name) is not None:
         return 0
-    own = ours(name)
+    own = parse_contender(name)
     if own is not None and own.algorithm != "dense":
         return _SPARSE_COPIES
     return _COPIES.get(name if own is None else own.algorithm, 1)
 
 
 def free_memory() -> float | None:
-    """Bytes that new processes can have, if the system tells."""
+    """Free memory in bytes; None where the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

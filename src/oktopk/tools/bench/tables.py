@@ -1,12 +1,12 @@
-"""The records as people read them."""
+"""Format the records as text tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
-from .figures import INTERFACE, MODELLED, Record
+from .records import INTERFACE, MODELLED, Record
 
 _HEAD = (
     *("link", "contender", "step ms", "best ms", "ddp / it", "above backward ms", "CPU ms"),
@@ -16,13 +16,13 @@ _LIMITS = ("limits ms", "above / limits")
 _HOST = "MB over the host's link"
 _MARKS = {MODELLED: " (model)", INTERFACE: " (link)"}
 _MEANINGS = {
-    MODELLED: "(model): bytes that the algorithm must send; the inside of a library's collective cannot be seen",
-    INTERFACE: "(link): bytes that the host's interface has counted, with headers and acknowledgements",
+    MODELLED: "(model): bytes that the algorithm must send; the library's collective does not report its own",
+    INTERFACE: "(link): bytes counted by the host's interface, with headers and acknowledgements",
 }
 
 
 def text(records: Sequence[Record]) -> str:
-    """A row per contender and link, and below it what is not plain."""
+    """Format one row per contender and link, and notes below."""
     head, rows = list(_HEAD), [_row(record) for record in records]
     if any(record["limits_seconds"] is not None for record in records):
         head += _LIMITS
@@ -30,7 +30,7 @@ def text(records: Sequence[Record]) -> str:
     if any(record["ranks_per_host"] > 1 and record["interface_bytes"] is not None for record in records):
         head.append(_HOST)
         rows = [[*row, _over_link(record)] for row, record in zip(rows, records, strict=True)]
-    shown = [table(head, rows)]
+    shown = [format_table(head, rows)]
     sources = {record["sent_bytes_source"] for record in records}
     shown += [meaning for source, meaning in _MEANINGS.items() if source in sources]
     return "\n".join(shown)
@@ -57,13 +57,15 @@ def _limits(record: Record) -> list[object]:
 
 
 def phases(records: Sequence[Record]) -> str | None:
-    """Where the time went of those who tell: until the last bucket was handed over, and in the worker's stages."""
-    told = [record for record in records if record["stage_seconds"] is not None]
-    if not told:
+    """Format where the time of our algorithms went: until the last bucket was submitted, and in the worker's
+    stages.
+    """
+    timed = [record for record in records if record["stage_seconds"] is not None]
+    if not timed:
         return None
-    stages = list(told[0]["stage_seconds"])
+    stages = list(timed[0]["stage_seconds"])
     head = ("link", "ms of", "step", "backward", *stages, "all stages", "exposed")
-    return table(head, [_phase_row(record, stages) for record in told])
+    return format_table(head, [_phase_row(record, stages) for record in timed])
 
 
 def _phase_row(record: Record, stages: Sequence[str]) -> list[object]:

@@ -1,7 +1,7 @@
-"""What a step of backward is made of: prepared gradients in given shapes, or a network that computes.
+"""The backward pass of a step: prepared gradients in given shapes, or a real network.
 
-Forward and optimizer are no part of a measurement. Parameters never change, so that all contenders get the same
-gradients and can share one memory for the parameters.
+Forward and optimizer are not timed. Parameters never change, so that all contenders get the same gradients and
+share the memory of the parameters.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .gradients import Gradients
 
 Shape = tuple[int, ...]
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
-"""Of ResNet-50: width inside the blocks, and number of blocks."""
+"""ResNet-50: width inside the blocks, and number of blocks."""
 _EXPANSION, _CLASSES = 4, 1000
 _SIDE = 1024
 _WINDOWS = 1 << 22
-"""Where a window of the pool can begin."""
+"""Number of window offsets in the pool."""
 _LAYERS, _BATCH = 10, 256
 _BLOCKS, _HEADS, _SEQUENCE, _SEQUENCES = 4, 4, 64, 8
 
 
 class Workload(Protocol):
-    """One per rank, for all its contenders."""
+    """The workload of one rank, shared by its contenders."""
 
     size: int
     """Parameters of a replica."""
@@ -39,16 +39,16 @@ class Workload(Protocol):
         ...
 
     def prepare(self, step: int) -> None:
-        """What all contenders get in this step."""
+        """Prepare the gradients of this step, for all contenders."""
         ...
 
     def loss(self, model: nn.Module) -> Tensor:
-        """The forward pass of a replica, or of what is wrapped around it."""
+        """Run the forward pass of a replica or of its DDP wrapper."""
         ...
 
 
 class Prepared:
-    """A backward that costs no more than handing over: gradients are ready, and are copied to the buckets."""
+    """A backward pass that only copies prepared gradients to the buckets."""
 
     def __init__(self, shapes: Sequence[Shape], rank: int) -> None:
         self.size = sum(map(math.prod, shapes))
@@ -57,7 +57,7 @@ class Prepared:
         self._parts = _cut(self.gradients.buffer, shapes)
 
     def replica(self) -> nn.Module:
-        return _HandsOver(self._values, self._parts)
+        return _PreparedModel(self._values, self._parts)
 
     def prepare(self, step: int) -> None:
         self.gradients.at(step)
@@ -68,9 +68,10 @@ class Prepared:
 
 
 class Pooled:
-    """The same from a small pool, of which each layer hands over a window: for models of hundreds of millions.
+    """Like Prepared, but each layer copies a window of a small pool: for models with hundreds of millions of
+    parameters.
 
-    Windows change from step to step and are the same on all ranks, so that these share a mean.
+    The windows change from step to step and are the same on all ranks, so that the ranks share a mean.
     """
 
     def __init__(self, shapes: Sequence[Shape], rank: int) -> None:
@@ -80,7 +81,7 @@ class Pooled:
         self._parts = [self._pool[: math.prod(shape)].view(shape) for shape in shapes]
 
     def replica(self) -> nn.Module:
-        return _HandsOver(self._values, self._parts)
+        return _PreparedModel(self._values, self._parts)
 
     def prepare(self, step: int) -> None:
         starts = torch.randint(0, _WINDOWS, (len(self._parts),), generator=torch.Generator().manual_seed(step))
@@ -92,8 +93,8 @@ class Pooled:
         return loss
 
 
-class _HandsOver(nn.Module):
-    """Parameters in a row. Backward comes by them from the last to the first, as in a network."""
+class _PreparedModel(nn.Module):
+    """A chain of parameters; backward reaches them from the last to the first, as in a network."""
 
     def __init__(self, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         super().__init__()
@@ -103,12 +104,12 @@ class _HandsOver(nn.Module):
     def forward(self) -> Tensor:
         x = torch.zeros(())
         for parameter, gradient in zip(self.parts, self._gradients, strict=True):
-            x = _hand_over(x, parameter, gradient)
+            x = _attach_gradient(x, parameter, gradient)
         return x
 
 
-class _HandOver(torch.autograd.Function):
-    """Passes on its first input; backward gives the second one a gradient that is there already."""
+class _PreparedGradient(torch.autograd.Function):
+    """Returns its first input; backward gives the second input a prepared gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -117,15 +118,15 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        # A new view is nobody else's: autograd takes it as it is, and DDP copies it to its bucket, once.
+        # Autograd takes a new view without a copy, and DDP copies it to its bucket once.
         return grads[0], ctx.gradient.view_as(ctx.gradient), None
 
 
-_hand_over: Callable[[Tensor, Tensor, Tensor], Tensor] = _HandOver.apply
+_attach_gradient: Callable[[Tensor, Tensor, Tensor], Tensor] = _PreparedGradient.apply
 
 
 class Computing:
-    """A network that computes its gradients, from other random numbers in every step."""
+    """A real network, with new random inputs in every step."""
 
     def __init__(self, network: nn.Module, input_shape: Shape, rank: int) -> None:
         self._network = network
@@ -154,7 +155,7 @@ def _cut(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
 
 
 def resnet50_shapes() -> list[Shape]:
-    """Those of its 161 parameters, in the order of the layers.
+    """Shapes of its 161 parameters, in layer order.
 
     >>> sum(map(math.prod, resnet50_shapes()))
     25557032
@@ -173,12 +174,12 @@ def resnet50_shapes() -> list[Shape]:
 
 
 def _convolution(before: int, width: int, kernel: int) -> Iterator[Shape]:
-    """A convolution without bias, and its normalisation."""
+    """Shapes of a convolution without bias and its batch normalisation."""
     yield from ((width, before, kernel, kernel), (width,), (width,))
 
 
 def synthetic_shapes(size: int) -> list[Shape]:
-    """Square matrices of a million entries, or one of what there is, and a vector of what is left over.
+    """Square matrices of up to a million entries, and a vector for the rest.
 
     >>> synthetic_shapes(2_097_155)
     [(1024, 1024), (1024, 1024), (3,)]
@@ -210,7 +211,7 @@ MODELS: dict[str, tuple[int, Callable[[int, int], Workload]]] = {
     "mlp": (2_600_000, _mlp),
     "transformer": (3_000_000, _transformer),
 }
-"""By name: the size unless another is asked for, and how to make it for (size, rank)."""
+"""By name: the default size, and a function that makes the workload for (size, rank)."""
 
 
 def make_workload(model: str, size: int, rank: int) -> Workload:

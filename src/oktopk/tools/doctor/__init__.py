@@ -1,30 +1,29 @@
-"""oktopk doctor: is this machine, or this world of ranks, fit to train on, and does compression pay there?
+"""oktopk doctor: can this machine, or this job, train, and is compression faster there?
 
-facts.py, kernels.py, mpi.py
-                       what a rank tells of itself: plain data
-links.py, pays.py      what ranks measure together
-checks.py, speed.py    a check is a function from the world that was told to one finding
-together.py            all of it, on all ranks
+facts.py, kernels.py, mpi.py     facts about one rank, as plain data
+links.py, step_times.py          what all ranks measure together
+checks.py, speed_checks.py       checks: functions from the World of all facts to one Finding
+examination.py                   gathers facts and measurements from all ranks
 """
 
 from __future__ import annotations
 
 from .checks import CHECKS
-from .findings import OK, PROBLEM, WARNING, Asked, Finding, World, exit_code, judged, rendered
-from .together import Data, examine, examine_alone
+from .examination import Data, examine, examine_alone
+from .findings import OK, PROBLEM, WARNING, Finding, Request, World, exit_code, format_findings, run_checks
 
 __all__ = [
     "CHECKS",
     "OK",
     "PROBLEM",
     "WARNING",
-    "Asked",
     "Data",
     "Finding",
+    "Request",
     "World",
     "examine",
     "examine_alone",
     "exit_code",
-    "judged",
-    "rendered",
+    "format_findings",
+    "run_checks",
 ]

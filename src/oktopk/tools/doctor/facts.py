@@ -1,4 +1,4 @@
-"""What a rank can tell of itself: versions, packages, backends, MPI, threads, kernels, and where runs go."""
+"""Facts about one rank: versions, packages, backends, MPI, threads, kernels, and the output folder."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ import torch
 import torch.distributed as dist
 
 import oktopk
-from oktopk.tools.cores import own_cores
+from oktopk.tools.cores import available_cores
 from oktopk.utils.extras import packages
 
-from .findings import Unknown, looked_into
-from .kernels import kernels
-from .mpi import mpi
+from .findings import Unknown, collect_fact
+from .kernels import check_kernels
+from .mpi import find_mpi
 
 
 def local_facts(data: Callable[[], Any] | None) -> dict[str, Any]:
-    """`data` looks at the user's data and tells {"data", "problems", "parameters"}."""
+    """Collect all facts about this rank; `data` loads the user's data and returns {"data", "problems",
+    "parameters"}.
+    """
     topics: dict[str, Callable[[], Any]] = {
         "versions": versions,
         "extras": missing_packages,
         "backends": backends,
-        "mpi": mpi,
+        "mpi": find_mpi,
         "threads": threads,
-        "kernels": kernels,
+        "kernels": check_kernels,
         "data": data or (lambda: None),
     }
-    return {topic: looked_into(look) for topic, look in topics.items()}
+    return {topic: collect_fact(collect) for topic, collect in topics.items()}
 
 
 def versions() -> dict[str, str | None]:
@@ -56,7 +58,7 @@ def _version(package: str) -> str | None:
 
 
 def missing_packages() -> dict[str, list[str]]:
-    """By extra: those of its packages that are not installed."""
+    """The packages that are not installed, by extra."""
     return {
         extra: [package for package in inside if _version(package) is None] for extra, inside in packages().items()
     }
@@ -75,35 +77,34 @@ def backends() -> dict[str, Any]:
 def threads() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
-        "cores": own_cores(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
     }
 
 
 @contextmanager
-def footprint(out: Path) -> Iterator[Any]:
-    """A file where a run would be written, for as long as the block takes: can this rank write there, and do the
-    others see it?"""
+def probe_output(out: Path) -> Iterator[Any]:
+    """Create a file in the output folder for the duration of the block, to test writing and sharing."""
     with ExitStack() as stack:
-        yield looked_into(lambda: _left(out, stack))
+        yield collect_fact(lambda: _create_probe(out, stack))
 
 
-def _left(out: Path, stack: ExitStack) -> dict[str, Any]:
-    folder = _nearest(out)
+def _create_probe(out: Path, stack: ExitStack) -> dict[str, Any]:
+    folder = _existing_folder(out)
     try:
         file = stack.enter_context(NamedTemporaryFile(prefix=".oktopk-doctor-", dir=folder))  # noqa: SIM115
     except OSError as error:
-        raise Unknown(f"{folder} cannot be written to: {error.strerror}") from error
+        raise Unknown(f"{folder} is not writable: {error.strerror}") from error
     free = shutil.disk_usage(folder).free
     return {"folder": str(folder), "file": Path(file.name).name, "free_bytes": free}
 
 
-def sees(out: Path, name: str) -> bool:
-    return (_nearest(out) / name).exists()
+def is_visible(out: Path, name: str) -> bool:
+    return (_existing_folder(out) / name).exists()
 
 
-def _nearest(path: Path) -> Path:
-    """The folder itself, or the one that exists already and that it would be made in."""
+def _existing_folder(path: Path) -> Path:
+    """The folder itself, or the nearest parent that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

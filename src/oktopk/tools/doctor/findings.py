@@ -1,4 +1,4 @@
-"""What a check finds, and the world that checks look at: facts that ranks have told of themselves."""
+"""Findings of the checks, and the World they examine: the facts that all ranks have reported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from oktopk.errors import OkTopkError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 Facts = Mapping[str, Any]
-"""Of one rank, by topic: plain data that can be sent as JSON. What could not be looked into has an error."""
+"""Facts about one rank by topic, as JSON. A topic that failed holds {"error": message}."""
 
 
 class Unknown(OkTopkError):
-    """A fact that a rank could not find out."""
+    """A rank could not determine a fact."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of a check: how bad it is, what was found, and what to do."""
+    """The result of a check: its level, what was found, and what to do."""
 
     level: str
     found: str
@@ -29,11 +29,12 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user wants of this world. `started` is how many ranks the launcher has promised, `params` the
-    size of the model."""
+class Request:
+    """What the user asks for. `started` is the number of ranks that the launcher announced, `params` the size of
+    the model.
+    """
 
-    how: str = "alone"
+    launcher: str = "alone"
     started: int = 1
     nworkers: int | None = None
     params: int | None = None
@@ -44,32 +45,32 @@ class Asked:
 @dataclass(frozen=True)
 class World:
     facts: tuple[Facts, ...]
-    asked: Asked = field(default_factory=Asked)
+    request: Request = field(default_factory=Request)
     measured: Facts = field(default_factory=dict)
-    """What all ranks have found out together."""
+    """What all ranks have measured together."""
     broken: str | None = None
-    """Why the ranks could not talk to each other: then there are the facts of one rank only."""
+    """Why the ranks could not reach each other; there are only the facts of one rank then."""
 
     @property
     def size(self) -> int:
         return len(self.facts)
 
     @property
-    def apart(self) -> Finding | None:
-        """What there is to say of several ranks when they do not know each other."""
-        if self.asked.started <= self.size:
+    def disconnected(self) -> Finding | None:
+        """The finding of checks that need all ranks, if the ranks did not connect; else None."""
+        if self.request.started <= self.size:
             return None
-        return Finding(WARNING, "not known, because the ranks have not come together")
+        return Finding(WARNING, "unknown, because the ranks did not connect")
 
     def of(self, topic: str) -> list[Any]:
-        """What each rank has to say about it."""
+        """The fact of each rank; raises Unknown if a rank failed to determine it."""
         for rank, facts in enumerate(self.facts):
             if (error := _error(facts[topic])) is not None:
                 raise Unknown(f"rank {rank}: {error}" if self.size > 1 else error)
         return [facts[topic] for facts in self.facts]
 
     def result(self, topic: str) -> Any:
-        """Of a measurement."""
+        """The result of a measurement; raises Unknown if it failed."""
         found = self.measured[topic]
         if (error := _error(found)) is not None:
             raise Unknown(error)
@@ -79,10 +80,10 @@ class World:
 Check = Callable[[World], Finding]
 
 
-def looked_into(look: Callable[[], Any]) -> Any:
-    """What it finds; whatever goes wrong is a fact, too."""
+def collect_fact(collect: Callable[[], Any]) -> Any:
+    """Return the fact, or {"error": message} if collecting it fails."""
     try:
-        return look()
+        return collect()
     except Exception as error:
         return {"error": str(error) or type(error).__name__}
 
@@ -91,8 +92,8 @@ def _error(found: Any) -> str | None:
     return found.get("error") if isinstance(found, Mapping) else None
 
 
-def judged(world: World, checks: Mapping[str, Check]) -> list[Finding]:
-    """The outcome of every check. One that fails is itself a problem, and the others still have their turn."""
+def run_checks(world: World, checks: Mapping[str, Check]) -> list[Finding]:
+    """Run every check. A check that raises counts as a problem, and the others still run."""
     findings = []
     for name, check in checks.items():
         try:
@@ -100,7 +101,7 @@ def judged(world: World, checks: Mapping[str, Check]) -> list[Finding]:
         except Unknown as error:
             finding = Finding(PROBLEM, str(error))
         except Exception as error:
-            finding = Finding(PROBLEM, f"this check itself failed: {type(error).__name__}: {error}")
+            finding = Finding(PROBLEM, f"the check itself failed: {type(error).__name__}: {error}")
         findings.append(replace(finding, check=name))
     return findings
 
@@ -109,16 +110,16 @@ def exit_code(findings: list[Finding]) -> int:
     return int(any(finding.level == PROBLEM for finding in findings))
 
 
-def ranks(numbers: list[int]) -> str:
+def format_ranks(numbers: list[int]) -> str:
     """
-    >>> ranks([2]), ranks([0, 1, 3])
+    >>> format_ranks([2]), format_ranks([0, 1, 3])
     ('rank 2', 'ranks 0, 1, 3')
     """
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def rendered(findings: list[Finding]) -> str:
-    """A line for each, and one more where there is something to do."""
+def format_findings(findings: list[Finding]) -> str:
+    """Format one line per finding, and one more for its advice."""
     wide = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:

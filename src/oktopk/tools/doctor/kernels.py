@@ -1,4 +1,4 @@
-"""Do the compiled kernels work here, and do they compute what the reference says?"""
+"""Check the compiled kernels against the reference."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from oktopk.kernels import Backend, Picked, backend, reference
 SIZE, K = 10_007, 100
 
 
-def kernels() -> dict[str, Any]:
-    """Which ones are in use, and which of them differ from the reference on a small input."""
+def check_kernels() -> dict[str, Any]:
+    """Report which kernels are in use, and which of them differ from the reference on a small input."""
     x = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
     used = backend(x)
-    return {"compiled": used is not reference, "differ": differing(used, x)}
+    return {"compiled": used is not reference, "differ": find_differences(used, x)}
 
 
-def differing(used: Backend, x: Tensor) -> list[str]:
-    ours, wanted = _answers(used, x), _answers(reference, x)
+def find_differences(used: Backend, x: Tensor) -> list[str]:
+    ours, wanted = _run_kernels(used, x), _run_kernels(reference, x)
     return [name for name in wanted if not _same(ours[name], wanted[name])]
 
 
-def _answers(used: Backend, x: Tensor) -> dict[str, list[Any]]:
+def _run_kernels(used: Backend, x: Tensor) -> dict[str, list[Any]]:
     threshold = used.kth_magnitude(x, K)
     residual, gradient = x.clone(), 0.5 * x.flip(0)
     picked = used.select(x, threshold, K)

@@ -1,4 +1,4 @@
-"""The MPI library that mpi4py has found. Run as a program, this file prints it without starting MPI."""
+"""Find the MPI library of mpi4py. As a program, this file prints it without initialising MPI."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import sys
 from typing import Any
 
 SECONDS = 60
-"""For a look at the library, whatever --timeout says: that is for ranks that wait for each other."""
+"""Time limit for loading the library; --timeout only limits the waiting for other ranks."""
 
 
-def mpi() -> dict[str, Any] | None:
-    """Of this process, if it is a rank of MPI. Otherwise another process has a look: a library that does not fit
-    may end it, and here MPI must stay as it is for whoever starts it later."""
+def find_mpi() -> dict[str, Any] | None:
+    """Describe the MPI library of this process, or load it in another process if this is not an MPI rank.
+
+    A mismatched library can kill its process, and importing MPI here would initialise it.
+    """
     if "mpi4py.MPI" in sys.modules:
-        return library()
+        return describe_library()
     command = [sys.executable, __file__]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired as error:
-        late = f"mpi4py has not told its library within {SECONDS} s: the machine is very busy, or MPI hangs"
-        raise RuntimeError(f"{late}; see what happens by: python -c 'from mpi4py import MPI'") from error
+        late = f"mpi4py did not load within {SECONDS} s: the machine is very busy, or MPI hangs"
+        raise RuntimeError(f"{late}; try: python -c 'from mpi4py import MPI'") from error
     if done.returncode != 0:
-        raise RuntimeError((done.stderr.strip() or f"mpi4py ends with code {done.returncode}").splitlines()[-1])
+        raise RuntimeError((done.stderr.strip() or f"mpi4py exits with code {done.returncode}").splitlines()[-1])
     found: dict[str, Any] | None = json.loads(done.stdout)
     return found
 
 
-def library() -> dict[str, Any] | None:
-    """None without mpi4py. `size` is that of the world, if MPI has been started."""
+def describe_library() -> dict[str, Any] | None:
+    """Describe the library; None without mpi4py. `size` is the world size if MPI is initialised."""
     try:
         import mpi4py
     except ImportError:
@@ -56,7 +58,7 @@ def _main() -> None:
         mpi4py.rc.initialize = False
     except ImportError:
         pass
-    print(json.dumps(library()))
+    print(json.dumps(describe_library()))
 
 
 if __name__ == "__main__":

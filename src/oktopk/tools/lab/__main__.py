@@ -13,25 +13,28 @@ from .namespaces import LabError
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m oktopk.tools.lab",
-        description="Run a command on the hosts of a small cluster that is made of network namespaces on this "
-        "machine, and removed afterwards. Needs root. The command finds RANK, WORLD_SIZE, MASTER_ADDR and "
-        "MASTER_PORT in its environment, so that torch.distributed works in it. The output of rank 0 is shown; "
-        "that of other ranks only when they fail.",
+        description="Run a command on a small cluster made of network namespaces on this machine, and remove it "
+        "afterwards. Needs root. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for torch.distributed. "
+        "Shows the output of rank 0; that of other ranks only if they fail.",
         epilog="example: python -m oktopk.tools.lab --hosts 4 --rate 1gbit -- python job.py",
     )
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts (default: 4)")
-    parser.add_argument("--ranks-per-host", type=int, default=1, help="ranks that share a host (default: 1)")
-    parser.add_argument("--rate", help="rate of each link, both ways: 100mbit, 1gbit (default: no limit)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for the job (default: 600)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="ranks on each host (default: 1)")
     parser.add_argument(
-        "--grace", type=float, default=5.0, help="seconds the others have when a rank fails (default: 5)"
+        "--rate", help="rate of each link, in both directions, like 100mbit or 1gbit (default: no limit)"
     )
-    parser.add_argument("command", nargs="+", help="the command, after --")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="time limit of the job in seconds (default: 600)"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=5.0, help="seconds that the other ranks get after one fails (default: 5)"
+    )
+    parser.add_argument("command", nargs="+", help="command to run, after --")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 when a rank fails or the lab cannot be built."""
+    """Return 0, or 1 if a rank fails or the lab cannot be built."""
     parser = _arguments()
     options = parser.parse_args(argv)
     try:

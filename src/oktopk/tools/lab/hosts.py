@@ -1,4 +1,4 @@
-"""The lab itself: it builds the hosts and their links, changes them, and runs jobs on them."""
+"""The Lab: builds hosts and links, changes their rates, and runs jobs on them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .cleanup import hold_signals, live_labs, watch_signals
 from .job import Job, RankResult
-from .namespaces import LabError, birth, call, existing, remove, sweep, tool
-from .owner import live, signals_held, watch_signals
+from .namespaces import LabError, call, find_tool, list_namespaces, remove, remove_orphans, start_time
 
 INTERFACE, PORT = "eth0", 29500
 MAX_HOSTS = 254
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
 _QUEUE = "100ms"
 _GSO_BURST, _BURST_SECONDS = 128 * 1024, 1e-3
-"""What tbf lets through at once: a packet before segmentation (64 KiB), or what passes between two timers."""
+"""Burst size of tbf: a packet before segmentation (64 KiB), or what passes between two timer ticks."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What the kernel has counted on the interface of one host, headers of all layers included."""
+    """The kernel's counters of one host's interface, headers of all layers included."""
 
     sent_bytes: int
     sent_packets: int
@@ -45,20 +45,20 @@ def parse_rate(rate: str) -> int:
     return bits
 
 
-def _missing() -> str | None:
+def _missing_requirement() -> str | None:
     if sys.platform != "linux":
-        return f"a lab needs the network namespaces of Linux, and this is {sys.platform}"
+        return f"network namespaces need Linux, but this is {sys.platform}"
     if os.geteuid():
-        return "a lab needs root to make network namespaces: run as root, or with sudo"
+        return "network namespaces need root: run as root, or with sudo"
     for name in ("ip", "tc"):
-        if not tool(name):
-            return f"a lab needs the command `{name}`: install the package iproute2"
+        if not find_tool(name):
+            return f"command `{name}` not found: install the package iproute2"
     return None
 
 
 def lab_problem() -> str | None:
-    """Why no lab can be built on this machine, and what to do about it; None when one can. It tries."""
-    if problem := _missing():
+    """Try to build a lab; return why that fails and what to do about it, or None."""
+    if problem := _missing_requirement():
         return problem
     try:
         with Lab(hosts=1, rate="1gbit"):
@@ -68,13 +68,13 @@ def lab_problem() -> str | None:
 
 
 class Lab:
-    """Hosts with a full-duplex link each, for the length of a `with` block.
+    """Hosts with one full-duplex link each, for the duration of a `with` block.
 
         with Lab(hosts=4, rate="1gbit") as lab:
             results = lab.run([sys.executable, "job.py"], timeout=120)
 
-    A job is `ranks_per_host` processes on every host; those of host h have the ranks from h * ranks_per_host on.
-    They share the link of their host, and reach each other without it. A rate of None is no limit.
+    A job runs `ranks_per_host` processes on every host; those of host h have the ranks from h * ranks_per_host on.
+    They share the link of their host, and reach each other without it. A rate of None means no limit.
     """
 
     _numbers = itertools.count()
@@ -86,29 +86,29 @@ class Lab:
             raise ValueError(f"ranks_per_host must be at least 1, got {ranks_per_host}")
         if rate is not None:
             parse_rate(rate)
-        if problem := _missing():
+        if problem := _missing_requirement():
             raise LabError(problem)
         self.rate, self.ranks_per_host = rate, ranks_per_host
         self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
-        self._prefix = f"oktopk-{os.getpid()}-{birth(os.getpid())}-{next(self._numbers)}-"
+        self._prefix = f"oktopk-{os.getpid()}-{start_time(os.getpid())}-{next(self._numbers)}-"
         self._bridge = self._prefix + "bridge"
         self._hosts = [f"{self._prefix}host{host}" for host in range(hosts)]
         self._job: Job | None = None
 
     def __enter__(self) -> Lab:
-        if self in live:
-            raise LabError("this lab is built already: make another one")
-        sweep()
+        if self in live_labs:
+            raise LabError("this lab is already built: create another one")
+        remove_orphans()
         watch_signals(True)
-        with signals_held():
-            live.add(self)
+        with hold_signals():
+            live_labs.add(self)
             try:
                 self._build()
                 self.set_rate(self.rate)
             except BaseException as error:
                 self.close()
                 if isinstance(error, LabError):
-                    hint = "a container must be privileged, and the kernel have veth, bridge and tbf"
+                    hint = "containers must be privileged, and the kernel needs veth, bridge and tbf"
                     raise LabError(f"cannot build the lab: {error} ({hint})") from error
                 raise
         return self
@@ -117,25 +117,25 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """End what runs in the lab, and remove it."""
-        if self not in live:
+        """End the processes in the lab, and remove it."""
+        if self not in live_labs:
             return
-        with signals_held():
-            remove([name for name, _ in existing(self._prefix)])
+        with hold_signals():
+            remove([name for name, _ in list_namespaces(self._prefix)])
             if self._job:
                 self._job.end()
-            live.discard(self)
-        if not live:
+            live_labs.discard(self)
+        if not live_labs:
             watch_signals(False)
 
     def set_rate(self, rate: str | None) -> None:
-        """Change the rate of all links, also while a job is running. None is no limit."""
+        """Change the rate of all links, even while a job is running. None means no limit."""
         if rate is None:
             discipline = ["noqueue"]
         else:
             bits = parse_rate(rate)
             burst = max(_GSO_BURST, round(bits / 8 * _BURST_SECONDS))
-            # With a handle, a new rate changes the old queue instead of dropping what is in it.
+            # With a handle, a new rate changes the queue instead of dropping its packets.
             discipline = ["handle", "1:", "tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", _QUEUE]
         self._check_open()
         for host, space in enumerate(self._hosts):
@@ -144,28 +144,31 @@ class Lab:
         self.rate = rate
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Pull the cable of a host, or plug it in again."""
+        """Disconnect a host, or connect it again."""
         self._check_open()
         if not 0 <= host < len(self._hosts):
             raise ValueError(f"host must be in 0..{len(self._hosts) - 1}, got {host}")
         call("ip", "-n", self._bridge, "link", "set", f"p{host}", "up" if up else "down")
 
     def counters(self) -> list[Counters]:
-        """Per host, since the lab was built. A packet is what the kernel handles at once: up to 64 KiB of TCP."""
+        """Counters of each host since the lab was built. A packet is what the kernel handles at once: up to 64
+        KiB.
+        """
         self._check_open()
         answers = [call("ip", "-n", space, "-j", "-s", "link", "show", INTERFACE) for space in self._hosts]
         both = [json.loads(answer)[0]["stats64"] for answer in answers]
         return [Counters(x["tx"]["bytes"], x["tx"]["packets"], x["rx"]["bytes"], x["rx"]["packets"]) for x in both]
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, stream: bool = False) -> Job:
-        """Start the command for every rank, set up for `torch.distributed.init_process_group("gloo")`.
+        """Start the command on every rank, with the environment for
+        `torch.distributed.init_process_group("gloo")`.
 
-        `stream` shows what rank 0 writes as it comes, while `Job.wait` waits.
+        With `stream`, Job.wait() shows the output of rank 0 as it comes.
         """
         self._check_open()
         if self._job and self._job.results is None:
-            raise LabError("the hosts are busy: a lab runs one job at a time")
-        with signals_held():
+            raise LabError("a job is running: a lab runs one job at a time")
+        with hold_signals():
             spaces = [space for space in self._hosts for _ in range(self.ranks_per_host)]
             self._job = Job(command, spaces, self._environments(env or {}), stream)
         return self._job
@@ -179,14 +182,14 @@ class Lab:
         env: Mapping[str, str] | None = None,
         stream: bool = False,
     ) -> list[RankResult]:
-        """`start` and `wait`: the results in rank order, or JobFailed, or JobTimeout."""
+        """Start a job and wait for it; returns the results in rank order, or raises JobFailed or JobTimeout."""
         return self.start(command, env=env, stream=stream).wait(timeout, grace)
 
     def _build(self) -> None:
         call("ip", "netns", "add", self._bridge)
-        # Without IPv6 and snooping the bridge never speaks itself, and the counters show the job alone.
-        speaks = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
-        call("ip", "netns", "exec", self._bridge, "sh", "-c", f"[ ! -w {speaks} ] || echo 1 > {speaks}")
+        # Without IPv6 and snooping the bridge sends nothing, and the counters show the job alone.
+        switch = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
+        call("ip", "netns", "exec", self._bridge, "sh", "-c", f"[ ! -w {switch} ] || echo 1 > {switch}")
         in_bridge = ["-n", self._bridge, "link"]
         call("ip", *in_bridge, "add", "br0", "type", "bridge", "mcast_snooping", "0")
         call("ip", *in_bridge, "set", "br0", "up")
@@ -199,7 +202,7 @@ class Lab:
             call("ip", "-n", space, "link", "set", "lo", "up")
 
     def _environments(self, given: Mapping[str, str]) -> list[dict[str, str]]:
-        """Of each rank."""
+        """The environment of each rank."""
         world = len(self._hosts) * self.ranks_per_host
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -218,5 +221,5 @@ class Lab:
         ]
 
     def _check_open(self) -> None:
-        if self not in live:
+        if self not in live_labs:
             raise LabError("the lab is not built: use it inside `with Lab(...) as lab:`")

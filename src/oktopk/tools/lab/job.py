@@ -1,4 +1,4 @@
-"""A job: the processes on the hosts, what each of them has written, and how it ended."""
+"""A job: its processes on the hosts, their output, and how they ended."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from .namespaces import KILL_TIMEOUT, LabError, clear, tool
+from .namespaces import KILL_TIMEOUT, LabError, end_processes, find_tool
 
 _POLL = 0.02
 _PATIENCE = 1.0
-"""Seconds between asking a process to end and killing it."""
+"""Seconds between SIGTERM and SIGKILL."""
 _TAIL = 2000
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended. A negative code is the number of the signal that ended it."""
+    """How one rank ended. A negative code is the number of a signal."""
 
     rank: int
     code: int
@@ -32,12 +32,12 @@ class RankResult:
 
     def describe(self) -> str:
         how = f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
-        said = (self.stdout + self.stderr).strip()[-_TAIL:] or "nothing"
-        return f"rank {self.rank} ended with {how}; its last output:\n{said}"
+        output = (self.stdout + self.stderr).strip()[-_TAIL:] or "nothing"
+        return f"rank {self.rank} ended with {how}; its last output:\n{output}"
 
 
 class JobFailed(LabError):
-    """A rank of a job failed; `results` has what every rank has said."""
+    """A rank of a job failed; `results` has the output of every rank."""
 
     def __init__(self, message: str, results: list[RankResult]) -> None:
         super().__init__(message)
@@ -45,11 +45,11 @@ class JobFailed(LabError):
 
 
 class JobTimeout(JobFailed, TimeoutError):
-    """A job was not done in time."""
+    """A job did not finish in time."""
 
 
 class _Output:
-    """What a rank writes: a file without a name. It shares its position with the rank, so it is never sought."""
+    """The output of a rank, in an unnamed file. The rank shares the file position, so it must not be moved."""
 
     def __init__(self, echo: TextIO | None) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 -- Job.end closes it
@@ -68,7 +68,7 @@ class _Output:
 
 
 class Job:
-    """A process per rank, each in the namespace of its host, under way. It ends with `wait`, or with its lab."""
+    """A running job: one process per rank, in the namespace of its host. It ends with wait(), or with its lab."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Job:
         try:
             for space, environment, (out, err) in zip(spaces, environments, self._outputs, strict=True):
                 process = subprocess.Popen(
-                    [tool("ip") or "ip", "netns", "exec", space, *command],
+                    [find_tool("ip") or "ip", "netns", "exec", space, *command],
                     stdin=subprocess.DEVNULL,
                     stdout=out.file,
                     stderr=err.file,
@@ -98,9 +98,9 @@ class Job:
             raise
 
     def wait(self, timeout: float = 600.0, grace: float = 5.0) -> list[RankResult]:
-        """The results in rank order. When a rank fails, the others have `grace` seconds to find out by themselves.
+        """Return the results in rank order. When a rank fails, the others have `grace` seconds to finish.
 
-        When this returns, or raises, no process of the job is left.
+        No process of the job is left when this returns or raises.
         """
         try:
             failed = self._watch(timeout, grace)
@@ -111,17 +111,17 @@ class Job:
             raise JobFailed("\n".join(results[rank].describe() for rank in failed), results)
         if late:
             ranks = ", ".join(map(str, late))
-            said = "\n".join(results[rank].describe() for rank in late)
-            raise JobTimeout(f"not done within {timeout:g} s: rank {ranks}, ended now\n{said}", results)
+            outputs = "\n".join(results[rank].describe() for rank in late)
+            raise JobTimeout(f"not finished within {timeout:g} s: rank {ranks}, killed\n{outputs}", results)
         return results
 
     def end(self) -> list[RankResult]:
-        """End what is still running, and collect what all have said."""
+        """End the processes that still run, and collect the output of all."""
         if self.results is not None:
             return self.results
-        clear(self._spaces, _PATIENCE)
+        end_processes(self._spaces, _PATIENCE)
         for process in self._processes:
-            process.kill()  # does nothing, unless it has not even reached its host
+            process.kill()  # for a process that has not entered its namespace yet
             process.wait(KILL_TIMEOUT)
         self._show()
         texts = [[output.read().decode(errors="replace") for output in both] for both in self._outputs]
@@ -134,7 +134,7 @@ class Job:
         return self.results
 
     def _watch(self, timeout: float, grace: float) -> list[int]:
-        """Wait for the end of all ranks, or for a reason to end them: the ranks that failed first."""
+        """Wait for all ranks, or for a reason to end them; returns the ranks that failed first."""
         deadline = time.monotonic() + timeout
         failed: list[int] = []
         while self._with_code(None) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Network namespaces of labs, and the processes inside."""
+"""Create and remove network namespaces, and end the processes inside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from ...errors import OkTopkError
 
 _SPACES = Path("/var/run/netns")
-_NAME = re.compile(r"oktopk-(?P<pid>\d+)-(?P<born>\d+)-\d+-(?:bridge|host\d+)")
+_NAME = re.compile(r"oktopk-(?P<pid>\d+)-(?P<start>\d+)-\d+-(?:bridge|host\d+)")
 _COMMAND_TIMEOUT = 30.0
 KILL_TIMEOUT = 10.0
 
@@ -26,22 +26,28 @@ class LabError(OkTopkError):
     """The lab cannot be built or used."""
 
 
-def tool(name: str) -> str | None:
+def find_tool(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
 
 
 def call(name: str, *arguments: str) -> str:
-    """What `ip` or `tc` answers."""
+    """Run `ip` or `tc` and return its output."""
     run = subprocess.run(
-        [tool(name) or name, *arguments], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False
+        [find_tool(name) or name, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_TIMEOUT,
+        check=False,
     )
     if run.returncode:
         raise LabError(f"`{name} {' '.join(arguments)}` failed: {run.stderr.strip()}")
     return run.stdout
 
 
-def birth(pid: int) -> int | None:
-    """When a process started, in clock ticks; None once it has ended. Tells two users of one number apart."""
+def start_time(pid: int) -> int | None:
+    """Start time of a process in clock ticks, which distinguishes two processes with the same pid; None after its
+    end.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -49,41 +55,41 @@ def birth(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _inside(names: Collection[str]) -> list[int]:
-    """The processes in these namespaces."""
+def _processes_in(names: Collection[str]) -> list[int]:
+    """List the processes in these namespaces."""
     wanted = set()
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             wanted.add(os.stat(_SPACES / name)[1:3])  # inode and device
     pids = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        # It has ended, or belongs to somebody who keeps even root out; ours do not.
+        # The process has ended, or does not allow access; those of a lab do.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if os.stat(f"/proc/{pid}/ns/net")[1:3] in wanted:
                 pids.append(int(pid))
     return pids
 
 
-def clear(names: Collection[str], patience: float) -> None:
-    """End every process in these namespaces, children of children too: they are asked, then killed."""
+def end_processes(names: Collection[str], patience: float) -> None:
+    """End every process in these namespaces, grandchildren included: SIGTERM first, then SIGKILL."""
     start, number = time.monotonic(), signal.SIGTERM
-    asked: set[int] = set()
-    while pids := _inside(names):
+    signalled: set[int] = set()
+    while pids := _processes_in(names):
         waited = time.monotonic() - start
         if waited > patience + KILL_TIMEOUT:
-            raise LabError(f"processes {pids} of the lab do not end, not even by SIGKILL")
+            raise LabError(f"processes {pids} of the lab survived SIGKILL")
         if waited >= patience:
-            number, asked = signal.SIGKILL, set()
-        for pid in set(pids) - asked:
+            number, signalled = signal.SIGKILL, set()
+        for pid in set(pids) - signalled:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            asked.add(pid)
+            signalled.add(pid)
         time.sleep(0.005)
 
 
 def remove(names: Collection[str]) -> None:
-    """By system calls alone: a process cannot start another one while it exits."""
-    clear(names, patience=0.0)
+    """Remove namespaces with system calls only: an exiting process cannot start `ip`."""
+    end_processes(names, patience=0.0)
     libc = ctypes.CDLL(None, use_errno=True)
     for path in map(_SPACES.joinpath, names):
         lazily = 2
@@ -92,12 +98,12 @@ def remove(names: Collection[str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def existing(prefix: str = "") -> list[tuple[str, re.Match[str]]]:
-    """The namespaces of labs, by name."""
+def list_namespaces(prefix: str = "") -> list[tuple[str, re.Match[str]]]:
+    """List the namespaces of labs, sorted by name."""
     names = sorted(os.listdir(_SPACES)) if _SPACES.is_dir() else []
     return [(name, match) for name in names if name.startswith(prefix) and (match := _NAME.fullmatch(name))]
 
 
-def sweep() -> None:
-    """Remove the labs whose owner is no more."""
-    remove([name for name, match in existing() if birth(int(match["pid"])) != int(match["born"])])
+def remove_orphans() -> None:
+    """Remove the labs of processes that have ended."""
+    remove([name for name, match in list_namespaces() if start_time(int(match["pid"])) != int(match["start"])])

@@ -1,15 +1,15 @@
-"""What has become of a run, or of several, on one page: `oktopk report`.
+"""Report on one run or several, as JSON or as an HTML page: `oktopk report`.
 
-runs = [read(folder, name) for folder, name in zip(folders, names(folders))]
-document = report(runs)       one JSON document: every figure that is shown
-page(document)                one HTML file that needs nothing else
+runs = [read_run(folder, name) for folder, name in zip(folders, name_runs(folders))]
+document = build_report(runs)       one JSON document with everything that the page shows
+html = build_page(document)         one self-contained HTML file
 """
 
 from __future__ import annotations
 
-from .analysis.figures import report
-from .analysis.runs import ReportError, find, names, read
+from .analysis.document import build_report
+from .analysis.runs import ReportError, find_runs, name_runs, read_run
 from .html.live import serve
-from .html.page import page
+from .html.page import build_page
 
-__all__ = ["ReportError", "find", "names", "page", "read", "report", "serve"]
+__all__ = ["ReportError", "build_page", "build_report", "find_runs", "name_runs", "read_run", "serve"]

@@ -1,4 +1,4 @@
-"""Numbers as people read them, with their units."""
+"""Format numbers with units."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 NOT_KNOWN = "not known"
 
 
-def scaled(value: float | None, unit: str, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
+def format_scaled(value: float | None, unit: str, prefixes: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
     """
-    >>> scaled(64090.8, "B"), scaled(999, "B"), scaled(None, "B"), scaled(1e300, "B")
+    >>> format_scaled(64090.8, "B"), format_scaled(999, "B"), format_scaled(None, "B"), format_scaled(1e300, "B")
     ('64.1 kB', '999 B', 'not known', '1e+300 B')
     """
     if value is None:
@@ -20,13 +20,13 @@ def scaled(value: float | None, unit: str, prefixes: Sequence[str] = ("", "k", "
     return f"{value:.3g} {unit}"
 
 
-def byte_text(value: float | None) -> str:
-    return scaled(value, "B")
+def format_bytes(value: float | None) -> str:
+    return format_scaled(value, "B")
 
 
-def seconds_text(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """
-    >>> seconds_text(0.0123), seconds_text(2.5), seconds_text(7200.0), seconds_text(0)
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(7200.0), format_seconds(0)
     ('12.3 ms', '2.5 s', '2 h', '0 ms')
     """
     if value is None:
@@ -46,10 +46,10 @@ def percent(share: float | None) -> str:
     return NOT_KNOWN if share is None else f"{100 * share:.3g} %"
 
 
-def size_text(power: int) -> str:
-    """The smallest message of a bin.
+def format_size(power: int) -> str:
+    """Format the smallest message size of a bin.
 
-    >>> size_text(9), size_text(12), size_text(22)
+    >>> format_size(9), format_size(12), format_size(22)
     ('512 B', '4 KiB', '4 MiB')
     """
     for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
@@ -58,6 +58,6 @@ def size_text(power: int) -> str:
     return f"{2**power} B"
 
 
-def few(value: float | None) -> float | None:
-    """To five digits, which is more than a picture shows."""
+def round_for_chart(value: float | None) -> float | None:
+    """Round to five digits, more than a chart shows."""
     return None if value is None else float(f"{value:.5g}")

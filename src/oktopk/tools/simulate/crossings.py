@@ -1,4 +1,4 @@
-"""Where one algorithm becomes faster than another, and the bounds of the literature."""
+"""Find where one algorithm becomes faster than another, and compute the bounds of the literature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .study import Answer
 
 @dataclass(frozen=True)
 class Crossing:
-    """From about this many ranks on, one is faster than the other; between the two numbers that were simulated."""
+    """From about `ranks` ranks on, one is faster than the other; interpolated between two simulated numbers."""
 
     faster: str
     slower: str
@@ -23,17 +23,19 @@ class Crossing:
     until: int
 
 
-def crossings(answers: Sequence[Answer]) -> list[Crossing]:
-    """All of them, by the number of ranks; times are interpolated as straight lines in logarithms."""
+def find_crossings(answers: Sequence[Answer]) -> list[Crossing]:
+    """Find all crossings, sorted by ranks; times are interpolated linearly in logarithms."""
     times: dict[str, dict[int, float]] = {}
     for one in answers:
         times.setdefault(one.algorithm, {})[one.ranks] = one.step.seconds
-    found = [crossing for a, b in permutations(times, 2) for crossing in _overtakings(a, times[a], b, times[b])]
+    found = [
+        crossing for a, b in permutations(times, 2) for crossing in _find_overtaking(a, times[a], b, times[b])
+    ]
     return sorted(found, key=lambda crossing: crossing.ranks)
 
 
-def _overtakings(a: str, of_a: Mapping[int, float], b: str, of_b: Mapping[int, float]) -> list[Crossing]:
-    """Where a, which was slower, becomes faster than b."""
+def _find_overtaking(a: str, of_a: Mapping[int, float], b: str, of_b: Mapping[int, float]) -> list[Crossing]:
+    """Find where a, which was slower, becomes faster than b."""
     found = []
     for low, high in pairwise(sorted(of_a)):
         behind = math.log(of_a[low] / of_b[low])
@@ -49,9 +51,9 @@ class Bounds:
     """Words of four bytes that a rank sends in a step."""
 
     sparse: float
-    """2k(P-1)/P: no sparse allreduce can do with less."""
+    """2k(P-1)/P: the lower bound of any sparse all-reduce."""
     oktopk: float
-    """6k(P-1)/P: Ok-Topk needs no more, on average."""
+    """6k(P-1)/P: the upper bound of Ok-Topk, on average."""
     dense: float
     """2n(P-1)/P: a ring, which is optimal for dense vectors."""
 

@@ -1,4 +1,4 @@
-"""The network of the model: what a message costs."""
+"""The network model: the cost of a message."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class SimulationError(OkTopkError, ValueError):
-    """Something that cannot be simulated."""
+    """A simulation that is not possible."""
 
 
 @dataclass(frozen=True)
 class Network:
     """A full-duplex link for each rank, and a switch between them that is never the bottleneck.
 
-    A message leaves its sender in bytes / bandwidth seconds, after those that were there before it. Its first byte
-    is at the receiver's link `latency` later, and it takes its turn there in the same way. Messages on their way
-    share the latency; what they cost the processor, they cost one by one.
+    The sender's link transmits messages one after the other, each in bytes / bandwidth seconds. The first byte
+    reaches the receiver's link after `latency`, where messages queue in the same way. Latencies overlap; the
+    overhead of a message occupies the rank and does not.
     """
 
     latency: float
@@ -30,8 +30,7 @@ class Network:
     bandwidth: float
     """β, bytes per second and direction."""
     overhead: float | None = None
-    """Seconds in which a rank does nothing else for a message: half of it to send, half to receive. None until it
-    is measured."""
+    """Seconds that a rank spends on a message: half to send, half to receive. None until measured."""
 
     def __str__(self) -> str:
         link = f"{self.bandwidth * 8e-9:.4g} Gbit/s, {self.latency * 1e6:.4g} µs"
@@ -53,7 +52,7 @@ def parse_network(text: str) -> Network:
     found = [match for delay in delays if (match := _DELAY.fullmatch(delay))]
     if len(found) != len(delays) or not 1 <= len(found) <= 2:
         raise SimulationError(
-            "--net must be a rate, a latency and perhaps the overhead of a message, like 10gbit:50us or "
+            "--net must be RATE:LATENCY or RATE:LATENCY:OVERHEAD, like 10gbit:50us or "
             f"10gbit:50us:4us, got {text!r}"
         )
     latency, *overhead = (float(match[1]) * _UNITS[match[2]] for match in found)

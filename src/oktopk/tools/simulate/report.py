@@ -1,4 +1,4 @@
-"""What a simulation found, for programs and for people."""
+"""Report a simulation, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
-from .crossings import bounds, crossings
+from .crossings import bounds, find_crossings
 from .measure.costs import Costs
 from .study import Answer, Question
 
 GIVEN, HALF_GIVEN = "given", "overhead measured"
 _HEAD = ["ranks", "algorithm", "step ms", "work ms", "MB sent", "messages", "words/k", "6k", "2k", "n recorded"]
 _ORIGINS = """\
-recorded: messages, their order and their entries: the real algorithms on this many ranks, which are threads,
-          with a tensor of "n recorded" entries; the median of three steps, from 128 ranks on a single one.
-          Steps that evaluate thresholds exactly have their share in it.
-measured: work, by timing the real code on this machine with {each} on each core.
+recorded: messages, their order and their entries, from the real algorithms on this many ranks (threads) with a
+          tensor of "n recorded" entries; the median of three steps, or a single step from 128 ranks on. Steps with
+          exact thresholds contribute their share.
+measured: work, by timing the real code on this machine with {each} per core.
 {link}
-modelled: the time of messages on that link; their size at {params:,} parameters; a library's allreduce (dense,
-          and small sums of oktopk) as a ring. There is no other traffic, and the switch has no limit.
+modelled: the time of messages on that link; their size at {params:,} parameters; the library's all-reduce (dense,
+          and the small sums of oktopk) as a ring. There is no other traffic, and the switch has no limit.
 
-A step is the reduction alone; work is the part of it in which a rank computes. MB sent is per rank and step.
-words/k: words of four bytes over k, with a word for an index, as the bounds 6k(P-1)/P and 2k(P-1)/P count."""
+A step is the all-reduce alone; work is the part in which a rank computes. MB sent is per rank and step.
+words/k: words of four bytes divided by k, with one word per index, as in the bounds 6k(P-1)/P and 2k(P-1)/P."""
 
 
 def report(question: Question, costs: Costs, answers: Sequence[Answer], link: str) -> dict[str, Any]:
-    """`link` says where α and β come from."""
+    """Build the report; `link` says where α and β come from."""
     return {
         "question": {
             "params": question.size, "density": question.density, "k": question.k,
@@ -42,7 +42,7 @@ def report(question: Question, costs: Costs, answers: Sequence[Answer], link: st
             for ranks in question.ranks
             for found in [bounds(ranks, question.size, question.k)]
         ],
-        "crossings": [asdict(crossing) for crossing in crossings(answers)],
+        "crossings": [asdict(crossing) for crossing in find_crossings(answers)],
         "costs": asdict(costs),
     }  # fmt: skip
 
@@ -56,9 +56,9 @@ def _answer(one: Answer, question: Question) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def text(told: dict[str, Any]) -> str:
-    """The table, who overtakes whom, and where the figures come from."""
-    k, limits = told["question"]["k"], {one["ranks"]: one for one in told["bounds"]}
+def text(report: dict[str, Any]) -> str:
+    """Format the table, the crossings, and the origin of the numbers."""
+    k, limits = report["question"]["k"], {one["ranks"]: one for one in report["bounds"]}
     rows = [
         [
             one["ranks"], one["algorithm"], 1e3 * one["seconds"], 1e3 * one["work_seconds"],
@@ -66,9 +66,9 @@ def text(told: dict[str, Any]) -> str:
             *(f"{limits[one['ranks']][name] / k:.2f}" for name in ("oktopk_words", "sparse_words")),
             f"{one['recorded_params']:,}",
         ]
-        for one in told["answers"]
+        for one in report["answers"]
     ]  # fmt: skip
-    return "\n\n".join([table(_HEAD, rows), _crossings(told["crossings"]), _origins(told["question"])])
+    return "\n\n".join([format_table(_HEAD, rows), _crossings(report["crossings"]), _origins(report["question"])])
 
 
 def _crossings(found: Sequence[dict[str, Any]]) -> str:
@@ -77,16 +77,22 @@ def _crossings(found: Sequence[dict[str, Any]]) -> str:
         f"(between {one['after']} and {one['until']})"
         for one in found
     ]
-    return "\n".join(["crossings:", *(lines or ["  none among these numbers of ranks"])])
+    return "\n".join(["crossings:", *(lines or ["  none in this range of ranks"])])
 
 
-def _origins(asked: dict[str, Any]) -> str:
-    gbit, micro, each = asked["bandwidth_bytes"] * 8e-9, asked["latency_seconds"] * 1e6, asked["ranks_per_core"]
-    link = f"a link of {gbit:.4g} Gbit/s and {micro:.4g} µs for each rank"
-    message = f"{asked['overhead_seconds'] * 1e6:.4g} µs of a rank for each message"
+def _origins(question: dict[str, Any]) -> str:
+    gbit, micro, each = (
+        question["bandwidth_bytes"] * 8e-9,
+        question["latency_seconds"] * 1e6,
+        question["ranks_per_core"],
+    )
+    link = f"a link of {gbit:.4g} Gbit/s and {micro:.4g} µs per rank"
+    message = f"{question['overhead_seconds'] * 1e6:.4g} µs of a rank per message"
     links = {
         GIVEN: f"given:    {link}, {message}.",
-        HALF_GIVEN: f"measured: {message}, over TCP on the loopback.\ngiven:    {link}.",
+        HALF_GIVEN: f"measured: {message}, over TCP on loopback.\ngiven:    {link}.",
     }
-    told = links.get(asked["link"], f"measured: {link}, {message},\n          {asked['link']}.")
-    return _ORIGINS.format(each="one rank" if each == 1 else f"{each} ranks", link=told, params=asked["params"])
+    origin = links.get(question["link"], f"measured: {link}, {message},\n          {question['link']}.")
+    return _ORIGINS.format(
+        each="one rank" if each == 1 else f"{each} ranks", link=origin, params=question["params"]
+    )

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: what is saved, how it is committed, and how it is loaded."""
+"""Checkpoints of a run: what they hold, how they are committed, how they are loaded."""

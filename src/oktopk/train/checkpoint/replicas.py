@@ -1,4 +1,4 @@
-"""All ranks train the same model: making sure of it, and making it so where it is not."""
+"""Check that all ranks have the same parameters, and average buffers that differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oktopk.errors import OkTopkError
 
 
 class ReplicaError(OkTopkError):
-    """Ranks no longer have the same parameters."""
+    """The parameters differ between ranks."""
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:
@@ -25,18 +25,20 @@ def checksum(tensors: Iterable[Tensor]) -> str:
 
 
 def check_replicas(comm: Communicator, model: nn.Module, when: str) -> None:
-    """Raise on all ranks if the parameters are not the same to the bit."""
+    """Raise on all ranks unless the parameters are identical to the bit."""
     sums = gather_json(comm, checksum(model.parameters()), "replicas")
-    strange = [rank for rank, value in enumerate(sums) if value != sums[0]]
-    if strange:
-        ranks = ", ".join(map(str, strange))
-        raise ReplicaError(f"{when}: the parameters of rank {ranks} are not those of rank 0: {sums}")
+    different = [rank for rank, value in enumerate(sums) if value != sums[0]]
+    if different:
+        ranks = ", ".join(map(str, different))
+        raise ReplicaError(f"{when}: the parameters of rank {ranks} differ from those of rank 0: {sums}")
 
 
 @torch.no_grad()
 def average_buffers(comm: Communicator, model: nn.Module) -> None:
-    """Running statistics are of each rank's own batches: give all ranks their mean, so that they validate and
-    save the same model."""
+    """Average the buffers over ranks, so that all validate and save the same model.
+
+    Running statistics come from each rank's own batches, so they differ.
+    """
     floating = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.numel()]
     if comm.world == 1 or not floating:
         return
@@ -47,19 +49,19 @@ def average_buffers(comm: Communicator, model: nn.Module) -> None:
         buffer.copy_(part.view(buffer.shape))
 
 
-class Buffers:
-    """The model's buffers as they were, to go back to when a step is left out."""
+class BufferBackup:
+    """A copy of the model's buffers, to restore when a step is skipped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._live: Mapping[str, Tensor] = dict(model.named_buffers())
-        self._kept = {name: buffer.detach().clone() for name, buffer in self._live.items()}
+        self._copies = {name: buffer.detach().clone() for name, buffer in self._live.items()}
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def save(self) -> None:
         for name, buffer in self._live.items():
-            self._kept[name].copy_(buffer)
+            self._copies[name].copy_(buffer)
 
     @torch.no_grad()
     def restore(self) -> None:
         for name, buffer in self._live.items():
-            buffer.copy_(self._kept[name])
+            buffer.copy_(self._copies[name])

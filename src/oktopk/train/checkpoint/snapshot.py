@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: files of tensors, and a manifest that knows the digest of each."""
+"""The files of a checkpoint: tensors, and a manifest with the digest of each file."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ T = TypeVar("T")
 
 
 class CheckpointError(OkTopkError):
-    """A checkpoint cannot be written, or none can be read."""
+    """A checkpoint cannot be written or read."""
 
 
-class Damaged(CheckpointError):
-    """This checkpoint cannot be read; an older one may do."""
+class DamagedCheckpoint(CheckpointError):
+    """This checkpoint is damaged; an older one may be intact."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run between two steps, as one rank has it: dicts of tensors and primitives."""
+    """The state of a run between two steps on one rank: dicts of tensors and primitives."""
 
     step: int
     epoch: int
     shared: Mapping[str, Any]
-    """The same on all ranks; only that of rank 0 is written."""
+    """State that is the same on all ranks; rank 0 writes it."""
     own: Mapping[str, Any]
-    """This rank's. If the number of ranks changes, "oktopk" (the residuals) and "buffers" are shared out anew,
-    and everything else comes back as None."""
+    """This rank's own state. If the number of ranks changes, "oktopk" (the residuals) and "buffers" are
+    redistributed, and everything else becomes None.
+    """
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What must be the same for a checkpoint to fit: the network's name, and its parameters in their order."""
+    """What a checkpoint must match: the name of the network, and its parameters in order."""
 
     dnn: str
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -64,16 +65,16 @@ class ModelIdentity:
         return _sha256(json.dumps([self.dnn, self.parameters]).encode())
 
     def difference(self, saved: ModelIdentity) -> str | None:
-        """Why a checkpoint of the `saved` model does not fit this one."""
+        """Return why a checkpoint of the `saved` model does not match this one, or None."""
         if saved.dnn != self.dnn:
-            return f"it is of {saved.dnn}, this run trains {self.dnn}"
+            return f"it holds {saved.dnn}, but this run trains {self.dnn}"
         here, there = dict(self.parameters), dict(saved.parameters)
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
                 return (
                     f"{name} is {_shape(there.get(name))} in the checkpoint, {_shape(here.get(name))} in the model"
                 )
-        return None if saved == self else "it has the model's parameters in another order"
+        return None if saved == self else "its parameters are in another order"
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -86,7 +87,7 @@ def _sha256(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a checkpoint, as it was written."""
+    """A file of a checkpoint: its name, size and digest."""
 
     name: str
     size: int
@@ -95,7 +96,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What makes a folder a checkpoint. It is written last, and names the files that belong to it."""
+    """Makes a folder a checkpoint: it is written last, and lists the checkpoint's files."""
 
     step: int
     epoch: int
@@ -113,34 +114,34 @@ class Manifest:
         return {"format": FORMAT, "world": self.world, **asdict(self), "model": model}
 
     @property
-    def seal(self) -> str:
-        return _seal(self.content)
+    def digest(self) -> str:
+        return _digest(self.content)
 
     def write(self, folder: Path) -> None:
-        text = json.dumps({**self.content, "sha256": self.seal}, indent=1)
+        text = json.dumps({**self.content, "sha256": self.digest}, indent=1)
         write_hashed(folder / MANIFEST, lambda file: file.write(text.encode()))
 
 
-def _seal(content: Mapping[str, Any]) -> str:
-    """A digest of the manifest's other entries, so that a wrong digit in it is noticed."""
+def _digest(content: Mapping[str, Any]) -> str:
+    """Digest of the manifest's other entries, to detect damage in the manifest itself."""
     return _sha256(json.dumps(content, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(read_regular(folder / MANIFEST, _LARGEST_MANIFEST))
-        seal = _field(content, "sha256", str)
-        right = seal == _seal({name: value for name, value in content.items() if name != "sha256"})
+        written = _field(content, "sha256", str)
+        valid = written == _digest({name: value for name, value in content.items() if name != "sha256"})
     except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
-    if not right:
-        raise Damaged(f"{MANIFEST} is not what was written: its digest does not fit")
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
+    if not valid:
+        raise DamagedCheckpoint(f"{MANIFEST} is damaged: its digest does not match")
     if (version := _field(content, "format", int)) > FORMAT:
         raise CheckpointError(
-            f"{folder} has format {version}, this version of oktopk reads up to {FORMAT}: use a newer oktopk"
+            f"{folder} has format {version}, but this version of oktopk reads up to {FORMAT}: use a newer oktopk"
         )
     if version != FORMAT:
-        raise Damaged(f"{MANIFEST}: there is no format {version}")
+        raise DamagedCheckpoint(f"{MANIFEST}: unknown format {version}")
     model = _field(content, "model", dict)
     parameters = [(name, tuple(shape)) for name, shape in _pairs(_field(model, "parameters", list))]
     manifest = Manifest(
@@ -151,14 +152,14 @@ def read_manifest(folder: Path) -> Manifest:
         tuple(_file_record(entry) for entry in _field(content, "ranks", list)),
     )
     if not manifest.ranks or _field(content, "world", int) != manifest.world:
-        raise Damaged(f"{MANIFEST} contradicts itself: world {content['world']}, {manifest.world} ranks")
+        raise DamagedCheckpoint(f"{MANIFEST} is inconsistent: world {content['world']}, {manifest.world} ranks")
     return manifest
 
 
 def _field(entry: Any, name: str, kind: type[T]) -> T:
     value = entry.get(name) if isinstance(entry, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise Damaged(f"{MANIFEST}: {name} should be of type {kind.__name__}, is {str(value)[:50]!r}")
+        raise DamagedCheckpoint(f"{MANIFEST}: {name} should be of type {kind.__name__}, is {str(value)[:50]!r}")
     return value
 
 
@@ -168,19 +169,18 @@ def _pairs(entries: list[Any]) -> Iterator[tuple[str, list[int]]]:
             case [str(name), list(shape)] if all(type(size) is int for size in shape):
                 yield name, shape
             case _:
-                raise Damaged(f"{MANIFEST}: {str(entry)[:50]!r} is not a parameter's name and shape")
+                raise DamagedCheckpoint(f"{MANIFEST}: {str(entry)[:50]!r} is not a parameter's name and shape")
 
 
 def _file_record(entry: Any) -> FileRecord:
     record = FileRecord(_field(entry, "name", str), _field(entry, "size", int), _field(entry, "sha256", str))
-    if not re.fullmatch(r"[a-z]+[-.\w]*\.pt", record.name):  # nothing that leads out of the folder
-        raise Damaged(f"{MANIFEST}: {record.name[:50]!r} is not the name of a checkpoint's file")
+    if not re.fullmatch(r"[a-z]+[-.\w]*\.pt", record.name):  # no path out of the folder
+        raise DamagedCheckpoint(f"{MANIFEST}: {record.name[:50]!r} is not the name of a checkpoint's file")
     return record
 
 
 class HashingFile:
-    """Takes the digest of what is written on its way: nothing is read again or held twice in memory, and what
-    the disk then does to it will be noticed."""
+    """Computes the digest while writing, so that nothing is read again or held twice in memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -211,7 +211,7 @@ class HashingFile:
 
 
 def write_hashed(path: Path, write: Callable[[HashingFile], object]) -> FileRecord:
-    """A file that is there whole or not at all, even after a power cut."""
+    """Write a file atomically, even across a power cut."""
     with atomic_path(path) as draft, open(draft, "wb") as raw:
         file = HashingFile(raw)
         try:
@@ -231,10 +231,12 @@ def write_tensors(path: Path, content: Mapping[str, Any]) -> FileRecord:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """The value, as torch.load(weights_only=True) will read it; what it would refuse is refused here already."""
+    """Convert a value to what torch.load(weights_only=True) can read; refuse anything else."""
     if isinstance(value, Tensor):
         tensor = value.detach().cpu()
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes  # a view would be saved with all it is part of
+        whole = (
+            tensor.untyped_storage().nbytes() == tensor.nbytes
+        )  # torch.save would store all of a view's storage
         return tensor if whole else tensor.clone()
     if isinstance(value, Mapping):
         return {_plain(key, place): _plain(entry, f"{place}[{key!r}]") for key, entry in value.items()}
@@ -246,36 +248,36 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def read_tensors(folder: Path, record: FileRecord) -> dict[str, Any]:
-    """What is in a file, if that is what was written. No code in it is run."""
+    """Read a file after checking its digest. No code in it is executed."""
     try:
         with open_regular(folder / record.name) as file:
             _verify(file, record)
             content = torch.load(file, map_location="cpu", weights_only=True)
-    except (Damaged, MemoryError):
+    except (DamagedCheckpoint, MemoryError):
         raise
-    except Exception as error:  # of many kinds, for a file that was made to look right
-        raise Damaged(f"{record.name} cannot be read: {str(error)[:300]}") from error
+    except Exception as error:  # a crafted file can raise almost anything
+        raise DamagedCheckpoint(f"{record.name} cannot be read: {str(error)[:300]}") from error
     if not isinstance(content, dict):
-        raise Damaged(f"{record.name} holds a {type(content).__name__}, not a dict")
+        raise DamagedCheckpoint(f"{record.name} holds a {type(content).__name__}, not a dict")
     return content
 
 
 def _verify(file: BinaryIO, record: FileRecord) -> None:
     size = os.fstat(file.fileno()).st_size
     if size != record.size:
-        raise Damaged(f"{record.name} has {size} bytes, {record.size} were written")
+        raise DamagedCheckpoint(f"{record.name} has {size} bytes, expected {record.size}")
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
     if digest.hexdigest() != record.sha256:
-        raise Damaged(f"{record.name} is not what was written: its digest does not fit")
+        raise DamagedCheckpoint(f"{record.name} is damaged: its digest does not match")
     file.seek(0)
 
 
-def reshare(parts: Iterable[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-    """What one of `world` ranks has of its own, from that of all ranks of an earlier run, one at a time.
+def redistribute_rank_state(parts: Iterable[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+    """Compute the own state of one of `world` ranks from the states of all ranks of an earlier run.
 
-    Residuals go through oktopk.redistribute. Buffers are the mean over ranks, those that count are rank 0's.
+    Residuals go through oktopk.redistribute. Floating-point buffers are averaged; integer ones come from rank 0.
     """
     names: dict[str, None] = {}
     buffers: dict[str, Tensor] = {}
@@ -295,8 +297,8 @@ def reshare(parts: Iterable[Mapping[str, Any]], rank: int, world: int) -> dict[s
     try:
         oktopk = redistribute(states(), rank, world)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, Damaged):
+        if isinstance(error, DamagedCheckpoint):
             raise
-        raise Damaged(f"the files of the ranks do not fit together: {error}") from error
+        raise DamagedCheckpoint(f"the files of the ranks do not match: {error}") from error
     means = {name: (total / count).to(buffers[name].dtype) for name, total in sums.items()}
     return {**dict.fromkeys(names), OKTOPK: oktopk, BUFFERS: buffers | means}

@@ -1,4 +1,4 @@
-"""What model, optimizer, task and random numbers must keep to go on to the bit: tensors and primitives."""
+"""Capture and restore model, optimizer, task and random state, so that a run resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -15,73 +15,73 @@ from ..tasks import Task
 from .snapshot import CheckpointError
 
 
-def state_of(task: Task[Any], optimizer: DistributedOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is the same on all ranks, and what is this rank's own."""
+def capture_state(task: Task[Any], optimizer: DistributedOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state that all ranks share, and this rank's own."""
     state = optimizer.state_dict()
     oktopk = state.pop("oktopk")
     shared = {"parameters": dict(task.model.named_parameters()), "optimizer": state}
     own = {
         "oktopk": oktopk,
         "buffers": dict(task.model.named_buffers()),
-        "random": _random(),
+        "random": _random_state(),
         "task": task.state_dict(),
     }
     return shared, own
 
 
 @torch.no_grad()
-def restore(
+def restore_state(
     task: Task[Any], optimizer: DistributedOptimizer, shared: Mapping[str, Any], own: Mapping[str, Any]
 ) -> None:
-    """What another number of ranks has saved has no random numbers, and no state of the task."""
+    """Restore a saved state; after a change of the number of ranks, random and task state are not restored."""
     for name, parameter in task.model.named_parameters():
         _copy(shared["parameters"][name], parameter, name)
     for name, buffer in task.model.named_buffers():
         _copy(own["buffers"][name], buffer, name)
     optimizer.load_state_dict({**shared["optimizer"], "oktopk": own["oktopk"]})
     if own["random"] is not None:
-        _set_random(own["random"])
+        _set_random_state(own["random"])
         task.load_state_dict(own["task"])
 
 
 def _copy(saved: Tensor, into: Tensor, name: str) -> None:
-    """copy_ alone would spread a single number over all of a tensor."""
+    """Copy after checking the shape: copy_ alone would broadcast a scalar."""
     if saved.shape != into.shape:
-        raise ValueError(f"{name} is of shape {list(saved.shape)}, not {list(into.shape)}")
-    with _torch_says(name):
+        raise ValueError(f"{name} has shape {list(saved.shape)}, expected {list(into.shape)}")
+    with _name_in_error(name):
         into.copy_(saved)
 
 
 @contextmanager
-def as_state_of_a_run(step: int) -> Iterator[None]:
-    """What a checkpoint's files hold is no state of this run, though all their digests fit: one clear error.
+def explain_bad_state(step: int) -> Iterator[None]:
+    """Turn the errors of a checkpoint with valid digests but unusable content into a CheckpointError.
 
-    Not what has nothing to do with them: another rank that fails meanwhile, or a lack of memory.
+    Errors that have other causes, such as a failed rank or lack of memory, pass through.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint of step {step} holds no state of such a run: {error!r}") from error
+        raise CheckpointError(f"the checkpoint of step {step} does not match this run: {error!r}") from error
 
 
 @contextmanager
-def _torch_says(name: str) -> Iterator[None]:
-    """That a tensor is none that fits here; a sparse one, for example."""
+def _name_in_error(name: str) -> Iterator[None]:
+    """Name the tensor in torch's errors about one that does not fit, such as a sparse one."""
     try:
         yield
     except RuntimeError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _random() -> dict[str, Any]:
+def _random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_random(state: Mapping[str, Any]) -> None:
-    with _torch_says("random numbers"):
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    with _name_in_error("random state"):
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

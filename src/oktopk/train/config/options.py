@@ -1,4 +1,4 @@
-"""What a run can be told: every option once, with its meaning, from the command line to the file of the run."""
+"""Every option of a run, defined once: its type, default and help text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class ConfigError(OkTopkError, ValueError):
-    """An option that cannot be used."""
+    """An option has a value that cannot be used."""
 
 
-def whole(least: int, up_to: float = inf) -> Callable[[Any], int]:
+def integer(least: int, up_to: float = inf) -> Callable[[Any], int]:
     wanted = f"a whole number from {least} " + ("on" if up_to == inf else f"up to {up_to}")
 
     def parse(value: Any) -> int:
@@ -59,13 +59,13 @@ def switch(value: Any) -> bool:
     return text in ON
 
 
-def place(value: Any) -> Path:
+def path(value: Any) -> Path:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("a path without a zero byte")
     return Path(value)
 
 
-place.__name__ = "Path"
+path.__name__ = "Path"
 
 
 def one_of(names: Mapping[str, object] | tuple[str, ...]) -> Callable[[Any], str]:
@@ -78,81 +78,96 @@ def one_of(names: Mapping[str, object] | tuple[str, ...]) -> Callable[[Any], str
     return parse
 
 
-def option(default: Any, parse: Callable[[Any], Any], topic: str, meaning: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "topic": topic, "meaning": meaning})
+def option(default: Any, parse: Callable[[Any], Any], topic: str, text: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "topic": topic, "help": text})
 
 
-WHAT, LONG, LEARN, SEND, RANKS, FILES = (
-    *("what to train", "how long", "how to learn", "what to send"),
-    *("ranks", "files and screen"),
+MODEL, LENGTH, OPTIMIZER, COMPRESSION, RANKS, OUTPUT = (
+    *("model and data", "length of the run", "optimizer", "compression"),
+    *("ranks", "output"),
 )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. None means: as the workload has it, or not at all."""
+    """The options of one run. None means the workload's default, or not set."""
 
-    dnn: str = option("lstman4", one_of(WORKLOADS), WHAT, f"the network: {', '.join(WORKLOADS)}")
-    dataset: str | None = option(None, str, WHAT, "its data; there is one for each network, so it may be left out")
-    data_dir: Path | None = option(None, place, WHAT, "the folder of the data; without it, data is generated")
+    dnn: str = option("lstman4", one_of(WORKLOADS), MODEL, f"network: {', '.join(WORKLOADS)}")
+    dataset: str | None = option(None, str, MODEL, "dataset; each network has one, so it can be left out")
+    data_dir: Path | None = option(None, path, MODEL, "data folder; without it, data is generated")
     pretrain: Path | None = option(
-        None, place, WHAT, "start from these weights: a run's folder or a file of weights"
+        None, path, MODEL, "start from these weights: a run folder or a file with a state_dict"
     )
-    min_seconds: float = option(0.0, number(least=0), WHAT, "leave out shorter training utterances (an4)")
+    min_seconds: float = option(0.0, number(least=0), MODEL, "drop shorter training utterances (an4)")
     augment: bool = option(
-        True, switch, WHAT, "change training samples at random: tempo and gain, crops and flips"
+        True, switch, MODEL, "augment training samples: tempo and gain of speech, crops and flips of images"
     )
 
-    max_epochs: int | None = option(None, whole(1), LONG, "epochs to train")
-    max_steps: int | None = option(None, whole(1), LONG, "end after this many steps, even within an epoch")
-    val_every: int = option(5, whole(1), LONG, "validate after epochs 0, 4, 9, …; the last one always")
-    pseudo_accuracy: bool = option(False, switch, LONG, "beside WER, show max(0, 1 - WER)")
-    seed: int = option(0, whole(0, 2**32 - 1), LONG, "the same seed gives the same run")
+    max_epochs: int | None = option(None, integer(1), LENGTH, "epochs to train")
+    max_steps: int | None = option(None, integer(1), LENGTH, "stop after this many steps, even within an epoch")
+    val_every: int = option(
+        5, integer(1), LENGTH, "validate every N epochs (for 5: epochs 0, 4, 9, …), and after the last one"
+    )
+    pseudo_accuracy: bool = option(False, switch, LENGTH, "also report max(0, 1 - WER)")
+    seed: int = option(0, integer(0, 2**32 - 1), LENGTH, "random seed; the same seed gives the same run")
 
-    batch_size: int | None = option(None, whole(1), LEARN, "samples of a rank in one forward pass")
-    nsteps_update: int = option(1, whole(1), LEARN, "backward passes whose gradients make one step")
-    lr: float = option(0.01, number(above=0), LEARN, "learning rate that the schedule starts from")
-    momentum: float | None = option(None, number(least=0, up_to=1), LEARN, "momentum of SGD")
-    weight_decay: float | None = option(None, number(least=0), LEARN, "weight decay")
-    clip: float | None = option(None, number(above=0), LEARN, "largest norm of the gradient, after averaging")
-    norm_clip: float | None = option(None, number(above=0), LEARN, "largest norm of a rank's, before compression")
-    max_skipped: int = option(25, whole(1), LEARN, "so many non-finite steps in a row are an error")
+    batch_size: int | None = option(None, integer(1), OPTIMIZER, "samples per rank in one forward pass")
+    nsteps_update: int = option(1, integer(1), OPTIMIZER, "backward passes accumulated into one step")
+    lr: float = option(0.01, number(above=0), OPTIMIZER, "initial learning rate")
+    momentum: float | None = option(None, number(least=0, up_to=1), OPTIMIZER, "SGD momentum")
+    weight_decay: float | None = option(None, number(least=0), OPTIMIZER, "weight decay")
+    clip: float | None = option(None, number(above=0), OPTIMIZER, "clip the averaged gradient to this norm")
+    norm_clip: float | None = option(
+        None, number(above=0), OPTIMIZER, "clip each rank's gradient to this norm before compression"
+    )
+    max_skipped: int = option(25, integer(1), OPTIMIZER, "fail after this many non-finite steps in a row")
 
-    compression: bool = option(True, switch, SEND, "False: dense, whatever --compressor says")
-    compressor: str = option("oktopk", one_of(ALGORITHMS), SEND, f"the algorithm: {', '.join(ALGORITHMS)}")
-    density: float = option(0.01, number(above=0, up_to=1), SEND, "share of the gradient that a rank sends")
-    warmup_steps: int = option(128, whole(0), SEND, "dense steps before the sparse ones")
+    compression: bool = option(True, switch, COMPRESSION, "False trains dense, whatever --compressor says")
+    compressor: str = option("oktopk", one_of(ALGORITHMS), COMPRESSION, f"algorithm: {', '.join(ALGORITHMS)}")
+    density: float = option(0.01, number(above=0, up_to=1), COMPRESSION, "share of its entries that a rank sends")
+    warmup_steps: int = option(128, integer(0), COMPRESSION, "dense steps before the sparse phase")
     momentum_correction: bool = option(
         False,
         switch,
-        SEND,
-        "momentum is put on before compression, not after averaging",
+        COMPRESSION,
+        "apply momentum before compression instead of after averaging",
     )
-    ramp_steps: int = option(0, whole(0), SEND, "sparse steps that come down from a density of 25 %%")
-    tau: int | None = option(None, whole(1), SEND, "steps between new regions (oktopk)")
-    tau_prime: int | None = option(None, whole(1), SEND, "steps between exact thresholds (oktopk)")
-    values: str = option("fp32", one_of(tuple(VALUE_CODES)), SEND, f"values on the wire: {', '.join(VALUE_CODES)}")
-    join: int = option(
-        Settings.join, whole(0), SEND, "buckets share messages until so many entries are selected; 0: each alone"
+    ramp_steps: int = option(
+        0, integer(0), COMPRESSION, "sparse steps over which the density falls from 25 %% to --density"
     )
-    auto: bool = option(False, switch, SEND, "let a bucket go dense where the clock says that this is faster")
+    tau: int | None = option(None, integer(1), COMPRESSION, "steps between rebalancing of regions (oktopk)")
+    tau_prime: int | None = option(
+        None, integer(1), COMPRESSION, "steps between exact threshold evaluations (oktopk)"
+    )
+    values: str = option(
+        "fp32", one_of(tuple(VALUE_CODES)), COMPRESSION, f"values on the wire: {', '.join(VALUE_CODES)}"
+    )
+    fusion_entries: int = option(
+        Settings.fusion_entries,
+        integer(0),
+        COMPRESSION,
+        "fuse buckets into shared messages of up to this many selected entries; 0: no fusion",
+    )
+    auto: bool = option(False, switch, COMPRESSION, "time dense and sparse, and use dense where that is faster")
     ranks_per_host: int = option(
-        1, whole(1), SEND, "ranks of a host that average in its memory, so that one of them exchanges for all"
+        1, integer(1), COMPRESSION, "average this many ranks inside each host first; one of them exchanges for all"
     )
-    sigma_scale: float | None = option(None, number(above=0), SEND, "has no effect, and had none in the original")
+    sigma_scale: float | None = option(None, number(above=0), COMPRESSION, "accepted, but has no effect")
 
-    nworkers: int | None = option(None, whole(1), RANKS, "how many ranks there must be; anything else is an error")
+    nworkers: int | None = option(
+        None, integer(1), RANKS, "expected number of ranks; any other number is an error"
+    )
     nwpernode: int | None = option(
-        None, whole(1), RANKS, "ranks of a host, for the choice of a GPU where MPI is mute"
+        None, integer(1), RANKS, "ranks per host, to choose the GPU where MPI does not tell"
     )
-    ranks: int | None = option(None, whole(1), RANKS, "start that many ranks on this machine")
+    ranks: int | None = option(None, integer(1), RANKS, "start this many ranks on this machine")
     timeout: float = option(
-        300.0, number(above=0, up_to=1e6), RANKS, "seconds to wait for another rank before giving up"
+        300.0, number(above=0, up_to=1e6), RANKS, "seconds to wait for another rank before failing"
     )
 
-    out: Path | None = option(None, place, FILES, "the run's folder (default: a new one in runs/)")
-    save_every: int = option(0, whole(0), FILES, "steps between checkpoints; 0: at the end of every epoch only")
-    keep: int = option(3, whole(1), FILES, "so many checkpoints are kept, the newest")
+    out: Path | None = option(None, path, OUTPUT, "run folder (default: a new one in runs/)")
+    save_every: int = option(0, integer(0), OUTPUT, "steps between checkpoints; 0: only at the end of every epoch")
+    keep: int = option(3, integer(1), OUTPUT, "number of newest checkpoints to keep")
 
     @property
     def workload(self) -> Workload:
@@ -160,7 +175,7 @@ class TrainConfig:
 
     @property
     def momentum_after(self) -> float:
-        """Of the optimizer; with momentum correction the reducer has it."""
+        """The optimizer's momentum; with momentum correction the reducer applies it instead."""
         return 0.0 if self.momentum_correction else self.momentum or 0.0
 
     @property
@@ -170,11 +185,11 @@ class TrainConfig:
 
 OPTIONS: dict[str, Field[Any]] = {item.name: item for item in fields(TrainConfig)}
 FROM_WORKLOAD = ("dataset", "batch_size", "max_epochs", "momentum", "weight_decay", "clip")
-"""What a workload decides when nobody else does."""
+"""Options whose default the workload sets."""
 
 
 def parse(name: str, value: Any, origin: str) -> Any:
-    """A value as the option has it; from the command line and the environment it comes as text."""
+    """Parse the value of an option; values from the command line and the environment are text."""
     wanted = OPTIONS[name].metadata["parse"]
     try:
         if value is None:
@@ -184,12 +199,12 @@ def parse(name: str, value: Any, origin: str) -> Any:
         return wanted(value)
     except (ValueError, TypeError, OverflowError) as error:
         reason = str(error)
-        said = reason if reason.startswith(("a ", "one of", "True")) else f"of type {wanted.__name__}"
-        raise ConfigError(f"{name} must be {said}, got {_shown(value)} ({origin})") from error
+        expected = reason if reason.startswith(("a ", "one of", "True")) else f"of type {wanted.__name__}"
+        raise ConfigError(f"{name} must be {expected}, got {_shorten(value)} ({origin})") from error
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     try:
         return repr(value)
-    except (ValueError, RecursionError):  # of a number with thousands of digits
+    except (ValueError, RecursionError):  # a number with thousands of digits
         return "something too long to show"

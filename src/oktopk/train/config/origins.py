@@ -1,4 +1,4 @@
-"""Where the value of each option comes from: command line > environment > config > workload > default."""
+"""Resolve each option and remember its origin: command line > environment > config > workload > default."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     config: TrainConfig
     origins: Mapping[str, str]
-    """Of each option, in words."""
+    """The origin of each option, in words."""
 
     def lines(self) -> list[str]:
-        """One for each origin, with the options that come from there and have a value."""
+        """One line per origin, with the options that it sets."""
         found: dict[str, list[str]] = {}
         for name, origin in self.origins.items():
             if (value := getattr(self.config, name)) is not None:
@@ -37,8 +37,14 @@ class Resolved:
         return [f"{o}: {', '.join(found[o])}" for o in sorted(found, key=lambda o: rank.get(o, 1))]
 
 
-def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None) -> Resolved:
-    """`given` is from the command line; `config` is the name of a shipped configuration, or a file."""
+def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None) -> ResolvedConfig:
+    """Resolve all options.
+
+    Args:
+        given: options from the command line.
+        environment: the process environment.
+        config: the name of a shipped configuration, or a TOML file.
+    """
     layers = [(COMMAND_LINE, dict(given)), (ENVIRONMENT, _from_environment(environment))]
     if config is not None:
         layers.append((f"config {config}", read_config(config)))
@@ -47,8 +53,8 @@ def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: st
     for origin, layer in layers:
         for name, value in layer.items():
             if name not in values:
-                values[name] = parse(name, value, _named(origin, name))
-                origins[name] = _named(origin, name)
+                values[name] = parse(name, value, _describe_origin(origin, name))
+                origins[name] = _describe_origin(origin, name)
     values.setdefault("dnn", TrainConfig.dnn)
     workload = WORKLOADS[values["dnn"]]
     for name in FROM_WORKLOAD:
@@ -56,12 +62,12 @@ def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: st
             values[name], origins[name] = getattr(workload, name), f"network {workload.dnn}"
     if values["dataset"] != workload.dataset:
         raise ConfigError(
-            f"{workload.dnn} trains on {workload.dataset}, not on {values['dataset']!r}: leave --dataset out"
+            f"{workload.dnn} trains on {workload.dataset}, not on {values['dataset']!r}: remove --dataset"
         )
-    return Resolved(TrainConfig(**values), {name: origins.get(name, DEFAULT) for name in OPTIONS})
+    return ResolvedConfig(TrainConfig(**values), {name: origins.get(name, DEFAULT) for name in OPTIONS})
 
 
-def _named(origin: str, name: str) -> str:
+def _describe_origin(origin: str, name: str) -> str:
     return f"{ENVIRONMENT} {PREFIX}{name.upper()}" if origin == ENVIRONMENT else origin
 
 
@@ -70,16 +76,16 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {names[key]: value for key, value in environment.items() if key in names}
 
 
-def shipped() -> dict[str, str]:
-    """The configurations that come with the package: their names and their text."""
+def shipped_configs() -> dict[str, str]:
+    """The text of the configurations that come with the package, by name."""
     folder = files("oktopk.train") / "configs"
     found = {entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
     return {name: found[name].read_text(encoding="utf-8") for name in sorted(found)}
 
 
 def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
-    """Options as a configuration has them, not parsed yet."""
-    known = shipped()
+    """Read the options of a configuration; the values are not parsed yet."""
+    known = shipped_configs()
     if str(name) in known:
         text = known[str(name)]
     elif Path(name).suffix == ".toml" or Path(name).exists():
@@ -88,14 +94,14 @@ def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"config {name}: {getattr(error, 'strerror', None) or error}") from error
     else:
-        raise ConfigError(f"no config {str(name)!r}: give a TOML file or one of {', '.join(known)}")
+        raise ConfigError(f"no config {str(name)!r}: pass a TOML file or one of {', '.join(known)}")
     return _options(text, f"config {name}")
 
 
 def _options(text: str, origin: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
-    else:  # of the extra `train`; `oktopk doctor` does without it, and without configurations
+    else:  # from the extra `train`; `oktopk doctor` without --config does not need it
         import tomli as tomllib
     try:
         table = tomllib.loads(text)
@@ -110,8 +116,8 @@ def _options(text: str, origin: str) -> dict[str, Any]:
     return values
 
 
-def as_toml(resolved: Resolved) -> str:
-    """A file that `--config` takes, with the origin of each value beside it."""
+def to_toml(resolved: ResolvedConfig) -> str:
+    """Write the options as TOML that `--config` accepts, with the origin of each value as a comment."""
     lines = []
     for name, origin in resolved.origins.items():
         value = getattr(resolved.config, name)

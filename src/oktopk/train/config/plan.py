@@ -1,4 +1,4 @@
-"""What a run will do, said before it begins."""
+"""The plan of a run: steps, warm-up and expected bytes, known before it starts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from oktopk.algorithms.volume import WORD_BYTES, oktopk_words, ring_words
-from oktopk.engine.schedule import RAMP_FROM
+from oktopk.engine.autotune import RAMP_FROM, Schedule
 from oktopk.metrics.events import ENTRY_BYTES
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps are counted from 0, and so are epochs."""
+    """What a run will do. Steps and epochs count from 0."""
 
     steps_per_epoch: int
     max_epochs: int
@@ -32,12 +32,17 @@ class Plan:
 
     @property
     def epochs(self) -> int:
-        """How many are begun; the last one may be cut short by max_steps."""
+        """Epochs that the run starts; max_steps may cut the last one short."""
         return -(-self.steps // self.steps_per_epoch)
 
     @property
     def dense_steps(self) -> int:
-        return self.steps if self.algorithm == "dense" else min(self.steps, self.warmup_steps)
+        """How many of the run's steps are dense: all of them for the algorithm `dense`, else the warm-up."""
+        return self.steps if self.algorithm == "dense" else self._schedule.dense_steps(self.steps)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(self.density, self.warmup_steps, self.ramp_steps)
 
     @property
     def sparse_steps(self) -> int:
@@ -49,11 +54,12 @@ class Plan:
 
     @property
     def never_sparse(self) -> bool:
-        """Whether compression was asked for and will not begin."""
+        """Whether the run asks for compression but ends before the sparse phase."""
         return self.algorithm != "dense" and self.sparse_steps == 0
 
     def sentence(self) -> str:
-        """
+        """Summarise the plan in one line.
+
         >>> Plan(14, 10, None, 128, "oktopk", 0.01, 27_569_568, world=8).sentence()
         '140 steps: 128 dense warm-up, 12 sparse; sparse starts in epoch 9'
         """
@@ -68,8 +74,8 @@ class Plan:
         derived = {
             name: getattr(self, name) for name in ("steps", "dense_steps", "sparse_steps", "first_sparse_epoch")
         }
-        said = {"sentence": self.sentence(), "volume": self.volume(), "warning": self.warning()}
-        return asdict(self) | derived | said
+        texts = {"sentence": self.sentence(), "volume": self.volume(), "warning": self.warning()}
+        return asdict(self) | derived | texts
 
     def warning(self) -> str | None:
         if not self.never_sparse:
@@ -80,14 +86,14 @@ class Plan:
         )
 
     def volume(self) -> list[str]:
-        """Bytes of a step, dense and sparse: the payload by its formula, and what a rank sends, as expected.
+        """Describe the bytes of a dense and of a sparse step: the payload, and what a rank is expected to send.
 
-        Ranks of a host that act as one send as one.
+        With ranks_per_host, one rank sends for its host.
         """
         k, senders = max(1, round(self.density * self.parameters)), self.world // self.ranks_per_host
         who = "rank" if self.ranks_per_host == 1 else "host"
         ring = WORD_BYTES * ring_words(self.parameters, senders)
-        sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"one {who} alone sends nothing"
+        sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"a single {who} sends nothing"
         lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
         if self.algorithm != "dense":
             bound = WORD_BYTES * oktopk_words(k, senders)
@@ -96,7 +102,5 @@ class Plan:
             payload = f"{ENTRY_BYTES * k:,} bytes for {k:,} entries"
             lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
             if self.ramp_steps and self.density < RAMP_FROM:
-                lines.append(
-                    f"the density comes down from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps"
-                )
+                lines.append(f"the density falls from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps")
         return lines

@@ -1,1 +1,1 @@
-"""What the workloads learn from: files read with checks, embedded data, and how ranks share them."""
+"""Training data: readers that check their input, generated data, and sharding over ranks."""

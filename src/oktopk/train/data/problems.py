@@ -1,4 +1,4 @@
-"""What is wrong with data: single faults are collected, and what cannot be gone on with is an error."""
+"""Problems in data: one bad sample is a Problem and is left out; a DataError ends the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DataError(OkTopkError, ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault that costs one sample or one file, not the run.
+    """A defect of one sample or file, which is then left out.
 
     >>> str(Problem("an4_train_manifest.csv", "a.wav is missing", line=3))
     'an4_train_manifest.csv:3: a.wav is missing'
@@ -29,8 +29,8 @@ class Problem:
         return f"{place}: {self.what}"
 
 
-def listing(problems: Sequence[Problem], limit: int = 20) -> str:
-    """One line each, for a log or an error; of a long list the first ones and how many more there are."""
+def format_problems(problems: Sequence[Problem], limit: int = 20) -> str:
+    """Format one line per problem, for a log or an error; a long list is cut at `limit`."""
     lines = [f"  {problem}" for problem in problems[:limit]]
     if len(problems) > limit:
         lines.append(f"  … and {len(problems) - limit} more")

@@ -1,4 +1,4 @@
-"""Which samples a rank takes in which step: a function of the seed, the epoch and the step, and nothing else."""
+"""Choose the samples of each rank and step, as a function of the seed, the epoch and the step only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from .problems import DataError
 
 _JITTER = 0.15
-"""How far, relatively, lengths are blurred before they are sorted: other neighbours in every epoch."""
+"""Relative noise added to lengths before sorting, so that each epoch groups other samples."""
 
 _ORDER, _REST, _LENGTHS, _BATCHES = range(4)
-"""What random numbers are drawn for, so that one use does not repeat another's."""
+"""Separate random streams, one per use."""
 
 
 def steps_per_epoch(samples: int, world: int, batch: int, nsteps: int = 1) -> int:
-    """The incomplete last global batch is dropped.
+    """Number of full global batches; the incomplete last one is dropped.
 
     >>> steps_per_epoch(897, world=8, batch=8)
     14
@@ -26,7 +26,7 @@ def steps_per_epoch(samples: int, world: int, batch: int, nsteps: int = 1) -> in
     return samples // (world * batch * nsteps)
 
 
-def check_share(world: int, rank: int, seed: int, **counts: int) -> None:
+def check_shard(world: int, rank: int, seed: int, **counts: int) -> None:
     for name, value in {"world": world, **counts}.items():
         if value < 1:
             raise DataError(f"{name} must be at least 1, got {value}")
@@ -38,7 +38,7 @@ def check_share(world: int, rank: int, seed: int, **counts: int) -> None:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Batches for training. Ranks never overlap, and all of them go through the same global batches.
+    """Training batches. The ranks split each global batch without overlap.
 
     One global batch of P = 2 ranks, batch 2, nsteps 2, its samples sorted by length:
 
@@ -46,8 +46,8 @@ class Sharding:
         micro     0 0 0 0 | 1 1 1 1
         rank      0 1 0 1 | 0 1 0 1        rank 0: [a, c], [e, g]
 
-    What does not fill a global batch is left out, and is never the same two epochs in a row: any two successive
-    epochs see every sample. With `lengths`, a global batch holds samples of similar length.
+    Samples that do not fill a global batch are left out. They change from epoch to epoch, so that any two
+    successive epochs see every sample. With `lengths`, a global batch holds samples of similar length.
     """
 
     samples: int
@@ -59,7 +59,7 @@ class Sharding:
     lengths: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        check_share(self.world, self.rank, self.seed, samples=self.samples, batch=self.batch, nsteps=self.nsteps)
+        check_shard(self.world, self.rank, self.seed, samples=self.samples, batch=self.batch, nsteps=self.nsteps)
         if self.lengths is not None and len(self.lengths) != self.samples:
             raise DataError(f"{len(self.lengths)} lengths for {self.samples} samples")
         if self.steps == 0:
@@ -73,17 +73,17 @@ class Sharding:
         return steps_per_epoch(self.samples, self.world, self.batch, self.nsteps)
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[list[int]]:
-        """This rank's batches of the epoch, nsteps for each step, from the given step on."""
+        """Yield this rank's batches of the epoch, nsteps per step, starting at `first_step`."""
         if not 0 <= first_step <= self.steps:
             raise DataError(f"step must be in 0 … {self.steps}, got {first_step}")
         shape = (self.steps, self.nsteps, self.batch, self.world)
-        mine = self._order(epoch).reshape(shape)[first_step:, :, :, self.rank]
-        for step in mine:
+        own = self._order(epoch).reshape(shape)[first_step:, :, :, self.rank]
+        for step in own:
             for micro in step:
                 yield [int(sample) for sample in micro]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The samples of the epoch, global batch after global batch."""
+        """Order the samples of the epoch, one global batch after the other."""
         kept = self._random(_ORDER, epoch).permutation(self._kept(epoch))
         if self.lengths is None:
             return kept
@@ -93,7 +93,7 @@ class Sharding:
         return self._random(_BATCHES, epoch).permutation(globals_, axis=0).reshape(-1)
 
     def _kept(self, epoch: int) -> NDArray[np.int64]:
-        """All but the rest, which walks around a circle of all samples from epoch to epoch."""
+        """Choose the samples of the epoch; the ones left out move around a circle of all samples."""
         circle = self._random(_REST).permutation(self.samples)
         count = self.steps * self.world * self.batch * self.nsteps
         rest = self.samples - count
@@ -107,18 +107,19 @@ class Sharding:
 def validation_batches(
     samples: int, world: int, rank: int, batch: int, lengths: Sequence[float] | None = None
 ) -> list[list[int]]:
-    """This rank's share of all samples: over the ranks each one comes exactly once. Ranks may differ by one
-    sample, and so by one batch; a rank beyond the number of samples gets none.
+    """This rank's validation batches; together the ranks see every sample exactly once.
+
+    The numbers of samples may differ by one between ranks, and so the numbers of batches.
 
     >>> [validation_batches(5, world=2, rank=rank, batch=2) for rank in (0, 1)]
     [[[0, 2], [4]], [[1, 3]]]
     """
     if not 0 <= rank < world or batch < 1:
-        raise DataError(f"no such share: rank {rank} of {world}, batch {batch}")
+        raise DataError(f"no such shard: rank {rank} of {world}, batch {batch}")
     order = list(range(samples))
     if lengths is not None:
         if len(lengths) != samples:
             raise DataError(f"{len(lengths)} lengths for {samples} samples")
         order.sort(key=lengths.__getitem__)
-    mine = order[rank::world]
-    return [mine[start : start + batch] for start in range(0, len(mine), batch)]
+    own = order[rank::world]
+    return [own[start : start + batch] for start in range(0, len(own), batch)]

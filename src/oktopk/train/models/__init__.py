@@ -1,1 +1,1 @@
-"""The networks that can be trained, a file for each kind of data."""
+"""The networks, one file per kind of data."""

@@ -1,7 +1,7 @@
-"""BERT with both heads of its pre-training, masked words and next sentence, with fresh weights: no download.
+"""BERT with both pre-training heads, masked words and next sentence; randomly initialised, without a download.
 
-bert-base has 110,106,428 parameters. The embedding of the words and the output of the masked words are one tensor;
-who counts it twice gets 133,547,324.
+bert-base has 110,106,428 parameters. The word embedding and the masked-word output share one tensor; counted twice
+it would be 133,547,324.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def bert_tiny(vocabulary: int = VOCABULARY) -> nn.Module:
 
 
 def _bert(**settings: Any) -> nn.Module:
-    """BertForPreTraining: with `labels` and `next_sentence_label` its output has the sum of both losses."""
+    """Make a BertForPreTraining; given `labels` and `next_sentence_label`, it returns the sum of both losses."""
     try:
-        transformers = import_module("transformers")  # only here: it takes seconds to import
+        transformers = import_module("transformers")  # imported here: it takes seconds
     except ImportError as error:
         raise ImportError("BERT needs transformers: pip install transformers") from error
     model: nn.Module = transformers.BertForPreTraining(transformers.BertConfig(**settings))

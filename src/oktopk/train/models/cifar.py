@@ -15,14 +15,14 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .initial import he_normal
+from .weight_init import he_normal
 
 CLASSES = 10
 VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
 
 class VGG(nn.Module):
-    """Stages of 3×3 convolutions, the size halved after each: 32×32 becomes 1×1 after five."""
+    """Stages of 3×3 convolutions; each halves the size, so that 32×32 becomes 1×1 after five."""
 
     def __init__(self, stages: tuple[tuple[int, ...], ...], classes: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        # Option A: every second pixel, and zeros in the channels that are new.
+        # Option A: every second pixel, and zeros in the new channels.
         shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
         return F.relu(self.residual(x) + shortcut)
 

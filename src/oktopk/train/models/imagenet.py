@@ -1,6 +1,6 @@
 """Networks for images of about 224×224: ResNet-50 (25,557,032 parameters) and AlexNet (61,100,840), 1000 classes.
 
-ResNet-50 is the usual form that shrinks the image in the 3×3 convolutions; AlexNet is the one-column form of 2014.
+ResNet-50 is the usual variant with strides in the 3×3 convolutions; AlexNet is the one-column version of 2014.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .initial import he_normal
+from .weight_init import he_normal
 
 CLASSES = 1000
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # inner width and number of blocks
@@ -16,7 +16,7 @@ EXPANSION = 4  # width between the blocks over the width inside
 
 
 class ResNet50(nn.Module):
-    """A wide convolution, four stages of bottleneck blocks, a linear layer. Any size of image from 32×32."""
+    """A wide convolution, four stages of bottleneck blocks, a linear layer. Images of 32×32 or more."""
 
     def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ResNet50(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1 down, 3×3, 1×1 up, beside a shortcut that is a 1×1 convolution only where the shape changes."""
+    """1×1 down, 3×3, 1×1 up, with a shortcut; it is a 1×1 convolution where the shape changes."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Bottleneck(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """Five convolutions, three linear layers. Any size of image from 63×63."""
+    """Five convolutions, three linear layers. Images of 63×63 or more."""
 
     def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
@@ -104,6 +104,6 @@ def alexnet(classes: int = CLASSES) -> AlexNet:
 
 
 def _convolution(before: int, width: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
-    """A convolution that keeps the size but for its stride, and its normalisation."""
+    """A padded convolution and its batch normalisation."""
     convolution = nn.Conv2d(before, width, kernel, stride, padding=kernel // 2, bias=False)
     return convolution, nn.BatchNorm2d(width)

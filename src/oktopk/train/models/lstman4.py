@@ -1,13 +1,12 @@
-"""Speech to letters: two convolutions over the spectrogram, LSTM layers, a short look ahead, CTC labels.
+"""Speech recognition: two convolutions over the spectrogram, LSTM layers, a lookahead layer, CTC labels.
 
     [batch, 1, 161, T]  conv 41×11 /2×2   conv 21×11 /2×1    [T', batch, 1312]   T' = ⌈T / 2⌉
                         LSTM → norm → LSTM → … → LSTM        [T', batch, 800]
                         lookahead over 21 steps → norm → linear → log-softmax    [T', batch, 29]
 
-The LSTM layers go forward only, so what stands behind the end of a sample cannot reach its frames, and
-padding needs no packed sequences (three times slower on CPUs). Everything that does mix frames, the
-convolutions and the normalisation, sees zeros there or nothing at all: neither the output nor the batch
-statistics depend on how far a batch is padded.
+The LSTM layers are unidirectional, so padding after a sample cannot reach its frames, and packed sequences (three
+times slower on CPUs) are not needed. The layers that mix frames, convolutions and normalisation, see zeros there
+or nothing: neither the output nor the batch statistics depend on the padding.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-FREQUENCIES = 161  # of a 20 ms window at 16 kHz
+FREQUENCIES = 161  # bins of a 20 ms window at 16 kHz
 LABELS = 29  # blank, apostrophe, A to Z, space
 CLIP = 20.0  # of the clipped ReLU
-CONTEXT = 20  # steps the lookahead sees beyond its own
+CONTEXT = 20  # future steps of the lookahead
 
 Shape = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # kernel, stride, padding: frequency × time
 SHAPES: tuple[Shape, ...] = (((41, 11), (2, 2), (20, 5)), ((21, 11), (2, 1), (10, 5)))
@@ -39,8 +38,9 @@ class Widths:
 
 
 class SpeechLSTM(nn.Module):
-    """forward(spectrograms [batch, 1, 161, T], lengths [batch]) gives log-probabilities [T', batch, labels]
-    and the number of steps of each sample, both as ctc_loss takes them."""
+    """forward(spectrograms [batch, 1, 161, T], lengths [batch]) returns log-probabilities [T', batch, labels] and
+    the number of steps of each sample, as ctc_loss expects them.
+    """
 
     def __init__(self, widths: Widths, labels: int = LABELS) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class SpeechLSTM(nn.Module):
         self.activations = nn.ModuleList(activations)
         height = FREQUENCIES
         for shape in SHAPES:
-            height = _reach(height, shape, 0)
+            height = _output_size(height, shape, 0)
         sizes = [channels * height] + [hidden] * (widths.layers - 1)
         self.lstms = nn.ModuleList(nn.LSTM(size, hidden) for size in sizes)
         self.lstm_norms = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in sizes[1:])
@@ -75,21 +75,21 @@ class SpeechLSTM(nn.Module):
         return F.log_softmax(x, dim=-1), steps
 
     def output_lengths(self, lengths: Tensor) -> Tensor:
-        """The steps that samples of these lengths have in the output."""
+        """Output steps of samples of these lengths."""
         for shape in SHAPES:
-            lengths = _reach(lengths, shape, 1)
+            lengths = _output_size(lengths, shape, 1)
         return lengths
 
     def _convolve(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """[batch, 1, frequencies, T] to [batch, T', channels · height], zero behind each sample's end."""
+        """[batch, 1, frequencies, T] to [batch, T', channels · height], zero after each sample's end."""
         lengths = lengths.to(x.device)
         frames = Frames.within(x.shape[-1], lengths)
         x = frames.only(x.permute(0, 3, 1, 2))  # [batch, T, channels, height]
         for convolution, activation, shape in zip(self.convolutions, self.activations, SHAPES, strict=True):
-            # In the order of its channels last, the second convolution takes a third of the time on CPUs.
+            # With channels last, the second convolution takes a third of the time on CPUs.
             x = x.permute(0, 2, 3, 1).contiguous(memory_format=torch.channels_last)
             x = convolution(x).permute(0, 3, 1, 2)
-            lengths = _reach(lengths, shape, 1)
+            lengths = _output_size(lengths, shape, 1)
             frames = Frames.within(x.shape[1], lengths)
             x = frames.apply(activation, x)
         return x.flatten(2)
@@ -97,26 +97,26 @@ class SpeechLSTM(nn.Module):
 
 @dataclass(frozen=True)
 class Frames:
-    """Where a padded batch holds real frames: `index` into the batch with its first two dimensions flattened."""
+    """The real frames of a padded batch, as an index into the batch with its first two dimensions flattened."""
 
     index: Tensor
 
     @staticmethod
     def within(time: int, lengths: Tensor, time_first: bool = False) -> Frames:
-        """Of a batch [batch, time, …], or [time, batch, …], whose samples end at these lengths."""
+        """Frames of a batch [batch, time, …], or [time, batch, …], whose samples end at these lengths."""
         real = torch.arange(time, device=lengths.device) < lengths[:, None]
         return Frames((real.t() if time_first else real).flatten().nonzero().flatten())
 
     def apply(self, function: nn.Module, x: Tensor) -> Tensor:
-        """The function of the real frames, [frames, …], put back where they were, with zeros for the rest."""
-        # By an index found once: x[mask] would search the mask each time, and on a GPU wait for the answer.
+        """Apply the function to the real frames [frames, …] and put them back, with zeros elsewhere."""
+        # An index computed once: x[mask] would search the mask each time, and synchronise a GPU.
         y = function(x.flatten(0, 1).index_select(0, self.index))
         rest = y.new_zeros(x.shape[0] * x.shape[1], *y.shape[1:])
         out: Tensor = rest.index_copy(0, self.index, y).unflatten(0, x.shape[:2])
         return out
 
     def only(self, x: Tensor) -> Tensor:
-        """The same with zeros for all that is not real, be it infinite."""
+        """Replace padding with zeros, even where it is infinite."""
         return self.apply(nn.Identity(), x)
 
 
@@ -135,17 +135,17 @@ class Lookahead(nn.Module):
 
 
 def lstman4(labels: int = LABELS) -> SpeechLSTM:
-    """The original's: 27,569,568 parameters with 29 labels."""
+    """The original model: 27,569,568 parameters with 29 labels."""
     return SpeechLSTM(Widths(), labels)
 
 
 def lstman4_small(labels: int = LABELS) -> SpeechLSTM:
-    """The same for CPUs: narrower everywhere, about a million parameters."""
+    """A narrow version for CPUs, with about a million parameters."""
     return SpeechLSTM(Widths(channels=4, hidden=160), labels)
 
 
-def _reach(size: Size, shape: Shape, axis: int) -> Size:
-    """What a convolution of this shape makes of a size along frequency (axis 0) or time (axis 1)."""
+def _output_size(size: Size, shape: Shape, axis: int) -> Size:
+    """Output size of a convolution of this shape along frequency (axis 0) or time (axis 1)."""
     kernel, stride, padding = (pair[axis] for pair in shape)
     return (size + 2 * padding - kernel) // stride + 1
 
@@ -153,11 +153,9 @@ def _reach(size: Size, shape: Shape, axis: int) -> Size:
 def _check(spectrograms: Tensor, lengths: Tensor) -> None:
     if spectrograms.ndim != 4 or spectrograms.shape[1:3] != (1, FREQUENCIES):
         got = list(spectrograms.shape)
-        raise ValueError(f"spectrograms must have the shape [batch, 1, {FREQUENCIES}, time], got {got}")
+        raise ValueError(f"spectrograms must have shape [batch, 1, {FREQUENCIES}, time], got {got}")
     batch, time = spectrograms.shape[0], spectrograms.shape[3]
     if lengths.shape != (batch,):
-        raise ValueError(
-            f"lengths must be one for each of the {batch} samples, got the shape {list(lengths.shape)}"
-        )
+        raise ValueError(f"lengths must have shape [{batch}], one per sample, got {list(lengths.shape)}")
     if batch == 0 or int(lengths.min()) < 1 or int(lengths.max()) > time:
-        raise ValueError(f"lengths must be between 1 and the {time} frames there are, got {lengths.tolist()}")
+        raise ValueError(f"lengths must be between 1 and {time} frames, got {lengths.tolist()}")

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 VOCABULARY = 10_000
-STEPS = 35  # words in a window, which is how far a gradient reaches back
+STEPS = 35  # words per window: how far backpropagation through time reaches
 
 State = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Units of the embedding and of each layer; the share dropped; the range ±`start` of the first weights."""
+    """Units of the embedding and of each layer, number of layers, dropout, and range ±`start` of the initial
+    weights.
+    """
 
     units: int = 1500
     layers: int = 2
@@ -27,8 +29,11 @@ class Size:
 
 
 class WordLSTM(nn.Module):
-    """forward(words [steps, batch], state) gives logits [steps, batch, vocabulary] and the state to pass with
-    the next window. It carries no gradient: windows follow each other, each is differentiated alone."""
+    """forward(words [steps, batch], state) returns logits [steps, batch, vocabulary] and the state for the next
+    window.
+
+    The state is detached: backpropagation stops at the window.
+    """
 
     def __init__(self, size: Size, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
@@ -40,7 +45,7 @@ class WordLSTM(nn.Module):
             nn.init.uniform_(parameter, -size.start, size.start)
 
     def forward(self, words: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Without a state the text begins here: all zeros."""
+        """Without a state, start from zeros."""
         x, (hidden, cell) = self.lstm(self.dropout(self.embedding(words)), state)
         return self.output(self.dropout(x)), (hidden.detach(), cell.detach())
 
@@ -51,5 +56,5 @@ def lstm(vocabulary: int = VOCABULARY) -> WordLSTM:
 
 
 def lstm_small(vocabulary: int = VOCABULARY) -> WordLSTM:
-    """The paper's small model: 200 units, nothing dropped."""
+    """The paper's small model: 200 units, no dropout."""
     return WordLSTM(Size(units=200, dropout=0.0, start=0.1), vocabulary)

@@ -1,19 +1,19 @@
-"""What can be trained. A new workload is a new file here with a tuple WORKLOADS; nothing else changes."""
+"""The workloads. To add one, add a file here with a tuple WORKLOADS; nothing else changes."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .base import Clock, Share, Source, Tally, Task, Workload
+from .base import DataSource, Shard, StepPosition, Tally, Task, Workload
 
 
-def _found() -> dict[str, Workload]:
+def _find_workloads() -> dict[str, Workload]:
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     return {workload.dnn: workload for module in modules for workload in getattr(module, "WORKLOADS", ())}
 
 
-WORKLOADS = _found()
-"""By the name that --dnn takes."""
+WORKLOADS = _find_workloads()
+"""All workloads, by their --dnn name."""
 
-__all__ = ["WORKLOADS", "Clock", "Share", "Source", "Tally", "Task", "Workload"]
+__all__ = ["WORKLOADS", "DataSource", "Shard", "StepPosition", "Tally", "Task", "Workload"]

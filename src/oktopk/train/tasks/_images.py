@@ -1,4 +1,4 @@
-"""What all tasks with images share: classes told apart, the best guess counted."""
+"""The task shared by all image workloads: classification, with top-1 accuracy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.images.pictures import ImageBatch, ImageSet, Scale
+from ..data.images.dataset import ImageBatch, ImageSet, Scale
 from ..data.shard import Sharding, validation_batches
-from .base import Share, Source, Tally, Task
+from .base import DataSource, Shard, Tally, Task
 
 
 @dataclass(frozen=True)
@@ -19,26 +19,28 @@ class ImageData:
     val: ImageSet
     scale: Scale
 
-    def about(self, source: Source) -> str:
-        where = "embedded" if source.folder is None else f"of {source.folder}"
+    def describe(self, source: DataSource) -> str:
+        where = "generated" if source.folder is None else f"of {source.folder}"
         return f"{len(self.train):,} + {len(self.val):,} images, {where}"
 
 
 class ImageTask(Task[ImageBatch]):
     metric = "val acc"
 
-    def __init__(self, network: Callable[[], nn.Module], images: ImageData, source: Source, share: Share) -> None:
+    def __init__(
+        self, network: Callable[[], nn.Module], images: ImageData, source: DataSource, share: Shard
+    ) -> None:
         self.images = images
         self.share = share
         self.augment = source.augment
         self.embedded = source.folder is None
-        self.data = images.about(source)
+        self.data = images.describe(source)
         self.problems = (*images.train.problems, *images.val.problems)
         self._sharding = Sharding(
             len(images.train), share.world, share.rank, share.batch, share.nsteps, share.seed
         )
         self.steps_per_epoch = self._sharding.steps
-        self.model = network()  # last: it takes longest, and a batch that does not fit is known before
+        self.model = network()  # last, because it takes longest: bad batch sizes fail before
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[ImageBatch]:
         for indices in self._sharding.batches(epoch, first_step):
@@ -60,13 +62,13 @@ class ImageTask(Task[ImageBatch]):
             )
         return tally
 
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         samples = sums.get("samples", 0.0)
         if samples == 0:
             return {}
         return {"val loss": sums["loss"] / samples, "val acc": sums["correct"] / samples}
 
     def _forward(self, batch: ImageBatch) -> tuple[Tensor, Tensor]:
-        """Logits and labels, where the model is."""
+        """Logits and labels, on the model's device."""
         there = batch.to(next(self.model.parameters()).device)
         return self.model(self.images.scale(there.images)), there.labels

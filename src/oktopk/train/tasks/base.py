@@ -1,4 +1,4 @@
-"""What the training loop asks of a workload. A workload is one file in this folder: see oktopk.train.tasks."""
+"""The interface between workloads and the training loop. Each workload is one file in this folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which part of the work is this rank's: batches of `batch` samples, `nsteps` of them for a step."""
+class Shard:
+    """This rank's part of the work: batches of `batch` samples, `nsteps` of them per step."""
 
     rank: int = 0
     world: int = 1
@@ -26,8 +26,8 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where data comes from. Without a folder it is embedded: generated, always the same."""
+class DataSource:
+    """Where the data comes from. Without a folder it is generated, always the same."""
 
     folder: Path | None = None
     min_seconds: float = 0.0
@@ -35,12 +35,12 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Where in a run a step is: what a schedule of the learning rate depends on."""
+class StepPosition:
+    """The position of a step in the run: the input of a learning rate schedule."""
 
     epoch: int
     step: int
-    """Since the run began."""
+    """Counted from the start of the run."""
     steps_per_epoch: int
     total_steps: int
     world: int
@@ -48,7 +48,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    """Sums over the samples of a validation, which add up over ranks. Some samples are kept to be looked at."""
+    """Sums over the validation samples, which add up over ranks, and a few samples to show."""
 
     sums: dict[str, float] = field(default_factory=dict)
     shown: list[str] = field(default_factory=list)
@@ -59,44 +59,50 @@ class Tally:
 
 
 class Task(ABC, Generic[Batch]):
-    """A network and its data on one rank, for one run."""
+    """A model and its data on one rank."""
 
     model: nn.Module
     steps_per_epoch: int
     embedded: bool
-    """Whether the data is the embedded one."""
+    """Whether the data is generated."""
     data: str
-    """What the data is, in a few words for the log: "897 + 130 utterances of /data/an4"."""
+    """A short description of the data for the log, like "897 + 130 utterances of /data/an4"."""
     metric: str
-    """The figure of a validation to compare runs by, one of the names that `figures` gives."""
+    """The validation metric to compare runs by: a key of `metrics()`."""
     problems: Sequence[object] = ()
-    """What was wrong with the data and left out; each has a line as str()."""
+    """Samples that were left out; str() of each is one line."""
 
     @abstractmethod
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """This rank's batches of the epoch, nsteps for each step, from the given step on: a function of the
-        seed, the epoch and the step."""
+        """Yield this rank's batches of the epoch, nsteps per step, starting at `first_step`.
+
+        They are a function of the seed, the epoch and the step.
+        """
 
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
-        """The mean over the samples of a batch, of the model as it is (train or eval mode)."""
+        """Compute the mean loss over the samples of a batch; the caller sets train or eval mode."""
 
     def samples(self, batch: Batch) -> int:
-        """How many samples a batch has."""
+        """Number of samples in a batch."""
         return len(batch)  # type: ignore[arg-type]
 
     @abstractmethod
     def validate(self) -> Tally:
-        """This rank's share of the validation data; the model is in eval mode and no gradients are recorded.
-        `sums` has "loss" and "samples" at least."""
+        """Validate on this rank's shard; the model is in eval mode, without gradients.
+
+        The sums contain at least "loss" and "samples".
+        """
 
     @abstractmethod
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """What a validation says, from the sums over all ranks; "val loss" first. A rate whose denominator is
-        zero is left out."""
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Compute the validation metrics from the sums over all ranks, "val loss" first.
+
+        A rate with a zero denominator is left out.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a rank must keep besides the model to go on in the middle of an epoch: tensors and primitives."""
+        """State besides the model that a rank needs to resume within an epoch: tensors and primitives."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,20 +111,19 @@ class Task(ABC, Generic[Batch]):
 
 @dataclass(frozen=True)
 class Workload:
-    """A name for the command line, and how to make its task. What stands here was the original's, and any of
-    it can be set for a run."""
+    """A workload: its --dnn name, how to build its task, and its default options."""
 
     dnn: str
     dataset: str
-    build: Callable[[Source, Share], Task[Any]]
+    build: Callable[[DataSource, Shard], Task[Any]]
     batch_size: int
     max_epochs: int
-    schedule: Callable[[float, Clock], float]
-    """The learning rate of a step, from the one that was asked for."""
+    schedule: Callable[[float, StepPosition], float]
+    """Computes the learning rate of a step from --lr."""
     optimizer: Callable[..., Optimizer]
-    """Called with the parameters, lr, weight_decay and, if it has one, momentum."""
+    """Called with the parameters, lr, weight_decay and, unless `momentum` is None, momentum."""
     momentum: float | None = 0.9
-    """None for an optimizer that has none."""
+    """None for an optimizer without momentum."""
     weight_decay: float = 1e-4
     clip: float | None = None
-    """The largest norm of the averaged gradient."""
+    """Clip the averaged gradient to this norm."""

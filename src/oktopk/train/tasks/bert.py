@@ -1,4 +1,4 @@
-"""BERT's pre-training: masked words and next sentence."""
+"""BERT pre-training: masked words and next sentence prediction."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from ..data.shard import Sharding, validation_batches
-from ..data.text.sentences import PairBatch, Pairs, embedded_documents, read_documents
-from ..data.text.words import IGNORED
+from ..data.text.ptb import IGNORED
+from ..data.text.sentence_pairs import PairBatch, Pairs, embedded_documents, read_documents
 from ..models.bert import bert_base, bert_tiny
-from .base import Share, Source, Tally, Task, Workload
-from .schedules import linear
+from .base import DataSource, Shard, Tally, Task, Workload
+from .schedules import linear_decay
 
 
-class MaskedSentences(Task[PairBatch]):
-    """The loss is that of the masked words and that of the next sentence, added."""
+class BertTask(Task[PairBatch]):
+    """The loss is the sum of the masked-word loss and the next-sentence loss."""
 
     metric = "val loss"
 
-    def __init__(self, factory: Callable[[int], nn.Module], source: Source, share: Share) -> None:
+    def __init__(self, factory: Callable[[int], nn.Module], source: DataSource, share: Shard) -> None:
         documents = embedded_documents() if source.folder is None else read_documents(source.folder)
-        place = "the embedded text" if source.folder is None else str(source.folder)
+        place = "generated text" if source.folder is None else str(source.folder)
         self._train = Pairs(documents.pieces, documents.train, f"{place}, training", share.seed)
-        # Not the run's seed: runs are compared by what they make of the same masked words.
+        # Not the run's seed: all runs are validated on the same masked words.
         self._valid = Pairs(documents.pieces, documents.valid, f"{place}, validation")
         self._share = share
         self._sharding = Sharding(len(self._train), share.world, share.rank, share.batch, share.nsteps, share.seed)
@@ -56,7 +56,7 @@ class MaskedSentences(Task[PairBatch]):
             tally.add(**self._sums(batch))
         return tally
 
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         if not sums["samples"]:
             return {}
         masked = sums["masked loss"] / sums["masked"]
@@ -70,15 +70,15 @@ class MaskedSentences(Task[PairBatch]):
         out = self._run(batch)
         chosen = batch.labels != IGNORED
         masked = F.cross_entropy(out.prediction_logits[chosen], batch.labels[chosen], reduction="sum").item()
-        verdict = out.seq_relationship_logits
-        following = F.cross_entropy(verdict, batch.random, reduction="sum").item()
+        next_logits = out.seq_relationship_logits
+        following = F.cross_entropy(next_logits, batch.random, reduction="sum").item()
         return {
             "loss": masked + following,
             "samples": len(batch),
             "masked loss": masked,
             "masked": int(chosen.sum()),
             "next loss": following,
-            "next right": int((verdict.argmax(1) == batch.random).sum()),
+            "next right": int((next_logits.argmax(1) == batch.random).sum()),
         }
 
     def _run(self, batch: PairBatch, **labels: Tensor) -> Any:
@@ -95,10 +95,10 @@ def _workload(dnn: str, factory: Callable[[int], nn.Module]) -> Workload:
     return Workload(
         dnn=dnn,
         dataset="text",
-        build=partial(MaskedSentences, factory),
+        build=partial(BertTask, factory),
         batch_size=8,
         max_epochs=3,
-        schedule=linear(0.1),
+        schedule=linear_decay(0.1),
         optimizer=AdamW,
         momentum=None,
         weight_decay=0.01,

@@ -1,4 +1,4 @@
-"""vgg16 and the small residual networks on CIFAR-10, or on embedded images of its size."""
+"""vgg16 and the small residual networks on CIFAR-10, or on generated images of its size."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import nn
 from torch.optim import SGD
 
 from ..data.images.cifar import SCALE, read_cifar
-from ..data.images.patterns import embedded_images
+from ..data.images.synthetic import embedded_images
 from ..models.cifar import resnet20, resnet56, resnet110, vgg16
 from ._images import ImageData, ImageTask
-from .base import Share, Source, Workload
-from .schedules import tenth_at
+from .base import DataSource, Shard, Workload
+from .schedules import step_decay
 
 TRAIN, VAL, SIZE = 2048, 512, 32
-"""Of the embedded images."""
+"""Numbers and size of the generated images."""
 
 
-def build(network: Callable[[], nn.Module], source: Source, share: Share) -> ImageTask:
+def build(network: Callable[[], nn.Module], source: DataSource, share: Shard) -> ImageTask:
     if source.folder is None:
         train, val = embedded_images("train", TRAIN, SIZE, share.seed), embedded_images("val", VAL, SIZE)
     else:
@@ -34,7 +34,7 @@ def _workload(network: Callable[[], nn.Module], max_epochs: int = 161) -> Worklo
         build=partial(build, network),
         batch_size=16,
         max_epochs=max_epochs,
-        schedule=tenth_at(81, 122, 155, warmup_epochs=10),
+        schedule=step_decay(81, 122, 155, warmup_epochs=10),
         optimizer=SGD,
     )
 

@@ -1,4 +1,4 @@
-"""Words of Penn Treebank by an LSTM: the next word from all before it. Its metric is perplexity."""
+"""Language modelling on Penn Treebank with an LSTM; the metric is perplexity."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from ..data.problems import DataError
-from ..data.text.words import END, IGNORED, Columns, Stretches, Window, embedded_text, read_text
+from ..data.text.ptb import END, IGNORED, Columns, Stretches, Window, embedded_text, read_text
 from ..models.ptb import State, WordLSTM, lstm, lstm_small
-from .base import Share, Source, Tally, Task, Workload
-from .schedules import tenth_at
+from .base import DataSource, Shard, Tally, Task, Workload
+from .schedules import step_decay
 
 
-class Words(Task[Window]):
-    """The hidden state goes on from window to window within an epoch, each rank's for its own columns."""
+class LanguageModelTask(Task[Window]):
+    """Predicts the next word. Within an epoch the hidden state carries over from window to window."""
 
     metric = "val perplexity"
 
-    def __init__(self, factory: Callable[[int], WordLSTM], source: Source, share: Share) -> None:
+    def __init__(self, factory: Callable[[int], WordLSTM], source: DataSource, share: Shard) -> None:
         text = embedded_text() if source.folder is None else read_text(source.folder)
         words = text.vocabulary.words
         model = factory(len(words))
         self.model: nn.Module = model
         self.embedded = source.folder is None
-        place = "the embedded text" if source.folder is None else str(source.folder)
+        place = "generated text" if source.folder is None else str(source.folder)
         self.data = f"{len(text.train):,} + {len(text.valid):,} words, {len(words):,} different, of {place}"
         self._columns = Columns(text.train, share.world, share.rank, share.batch, share.nsteps, share.seed)
         before = text.vocabulary.encode([END])
@@ -42,9 +42,9 @@ class Words(Task[Window]):
         return self._columns.batches(epoch, first_step)
 
     def loss(self, batch: Window) -> Tensor:
-        """The mean over the words. Going through the windows in their order is what carries the state on."""
+        """Mean loss over the words; also updates the hidden state, so windows must come in order."""
         loss, state = self._run(batch, None if batch.first else self._state, "mean")
-        # A state that is not finite would spoil every window to come.
+        # A non-finite state would carry over to every later window.
         self._state = state if all(bool(part.isfinite().all()) for part in state) else None
         return loss
 
@@ -57,7 +57,7 @@ class Words(Task[Window]):
                 tally.add(loss=loss.item(), samples=int((window.targets != IGNORED).sum()))
         return tally
 
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         if not sums["samples"]:
             return {}
         loss = sums["loss"] / sums["samples"]
@@ -74,8 +74,8 @@ class Words(Task[Window]):
         for part in (hidden, cell):
             if tuple(part.shape) != self._shape:
                 raise DataError(
-                    f"the saved hidden state has the shape {tuple(part.shape)}, this run's {self._shape} (layers, "
-                    "batch, units); go on with the batch size and the model that it was saved with"
+                    f"the saved hidden state has shape {tuple(part.shape)}, expected {self._shape} "
+                    "(layers, batch, units); resume with the same batch size and model"
                 )
         self._state = hidden, cell
 
@@ -93,10 +93,10 @@ def _workload(dnn: str, factory: Callable[[int], WordLSTM]) -> Workload:
     return Workload(
         dnn=dnn,
         dataset="ptb",
-        build=partial(Words, factory),
+        build=partial(LanguageModelTask, factory),
         batch_size=20,
         max_epochs=50,
-        schedule=tenth_at(25, 40),
+        schedule=step_decay(25, 40),
         optimizer=SGD,
         momentum=0.0,
         weight_decay=0.0,

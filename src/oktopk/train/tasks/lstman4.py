@@ -1,4 +1,4 @@
-"""lstman4: speech to letters on AN4, with CTC. A validation gives word and character error rates, no accuracy."""
+"""lstman4: speech recognition on AN4 with CTC; the metrics are word and character error rate."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from ..data.problems import DataError, Problem, listing
+from ..data.problems import DataError, Problem, format_problems
 from ..data.shard import Sharding, validation_batches
 from ..data.speech.audio import SAMPLE_RATE
 from ..data.speech.augment import Augment
 from ..data.speech.dataset import Recording, SpeechBatch, SpeechDataset, collate
-from ..data.speech.features import frames_of
+from ..data.speech.features import frame_count
 from ..data.speech.labels import BLANK, encode, greedy_decode
 from ..data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST
 from ..models.lstman4 import SpeechLSTM, lstman4, lstman4_small
-from .base import Share, Source, Tally, Task, Workload
-from .schedules import annealed
+from .base import DataSource, Shard, Tally, Task, Workload
+from .schedules import exponential_decay
 
 log = logging.getLogger(__name__)
 
 SHOWN = 2
-"""So many transcripts of a validation are shown."""
+"""Transcripts to show after a validation."""
 
 
-class Speech(Task[SpeechBatch]):
+class SpeechTask(Task[SpeechBatch]):
     metric = "val WER"
 
     def __init__(
-        self, model: SpeechLSTM, train: SpeechDataset, val: SpeechDataset, source: Source, share: Share
+        self, model: SpeechLSTM, train: SpeechDataset, val: SpeechDataset, source: DataSource, share: Shard
     ) -> None:
         self.model: SpeechLSTM = model
         self.train, self.val = train, val
         self.embedded = source.folder is None
-        where = "embedded speech: generated, no recordings" if self.embedded else source.folder
-        self.data = f"{len(train)} utterances to train with, {len(val)} to validate with ({where})"
+        where = "generated speech, no recordings" if self.embedded else source.folder
+        self.data = f"{len(train)} training utterances, {len(val)} for validation ({where})"
         self.problems = (*train.problems, *val.problems)
         sharding = Sharding(
             len(train), share.world, share.rank, share.batch, share.nsteps, share.seed, train.seconds
@@ -63,20 +63,20 @@ class Speech(Task[SpeechBatch]):
     def validate(self) -> Tally:
         tally, pairs = Tally(), []
         share = self._share
-        mine = validation_batches(len(self.val), share.world, share.rank, share.batch, self.val.seconds)
-        for chosen in mine:
+        own = validation_batches(len(self.val), share.world, share.rank, share.batch, self.val.seconds)
+        for chosen in own:
             batch = collate([self.val[index] for index in chosen])
             log_probabilities, steps = self._forward(batch)
             loss = self._total_loss(batch, log_probabilities, steps)
-            heard = transcripts(log_probabilities, steps)
-            tally.add(loss=float(loss), samples=len(heard), **errors(batch.texts, heard))
-            pairs += [f'said "{said}", heard "{text}"' for said, text in zip(batch.texts, heard, strict=True)]
+            decoded = decode_transcripts(log_probabilities, steps)
+            tally.add(loss=float(loss), samples=len(decoded), **count_errors(batch.texts, decoded))
+            pairs += [f'said "{said}", heard "{text}"' for said, text in zip(batch.texts, decoded, strict=True)]
         middle, longest = pairs[len(pairs) // 2 :][:1], pairs[::-1]
         tally.shown = [*dict.fromkeys([*middle, *longest])][:SHOWN]
         return tally
 
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """WER and CER may be above 1: more words heard than were said."""
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """WER and CER exceed 1 if the model outputs more words than were said."""
         rates = {
             "val loss": ("loss", "samples"),
             "val WER": ("word_errors", "words"),
@@ -97,26 +97,29 @@ class Speech(Task[SpeechBatch]):
         )
 
 
-def transcripts(log_probabilities: Tensor, steps: Tensor) -> list[str]:
+def decode_transcripts(log_probabilities: Tensor, steps: Tensor) -> list[str]:
     best = log_probabilities.argmax(dim=-1).t().tolist()  # [batch][T']
     return [greedy_decode(row[:length]) for row, length in zip(best, steps.tolist(), strict=True)]
 
 
-def errors(said: tuple[str, ...], heard: list[str]) -> dict[str, float]:
-    """Counts that add up over batches and ranks to the WER and CER of all of them."""
-    import jiwer  # only a validation needs it
+def count_errors(expected: tuple[str, ...], decoded: list[str]) -> dict[str, float]:
+    """Count errors and words; the counts add up over batches and ranks."""
+    import jiwer  # imported here: only validation needs it
 
-    words, letters = jiwer.process_words(list(said), heard), jiwer.process_characters(list(said), heard)
+    words, letters = (
+        jiwer.process_words(list(expected), decoded),
+        jiwer.process_characters(list(expected), decoded),
+    )
     return {
         "word_errors": words.substitutions + words.deletions + words.insertions,
         "words": words.hits + words.substitutions + words.deletions,
         "letter_errors": letters.substitutions + letters.deletions + letters.insertions,
         "letters": letters.hits + letters.substitutions + letters.deletions,
-        "empty": sum(not text for text in heard),
+        "empty": sum(not text for text in decoded),
     }
 
 
-def speech(model: Callable[[], SpeechLSTM], source: Source, share: Share) -> Speech:
+def build_speech_task(model: Callable[[], SpeechLSTM], source: DataSource, share: Shard) -> SpeechTask:
     augment = Augment() if source.augment else None
     if source.folder is None:
         train = SpeechDataset.embedded("train", augment, share.seed)
@@ -125,45 +128,45 @@ def speech(model: Callable[[], SpeechLSTM], source: Source, share: Share) -> Spe
         train = SpeechDataset.from_manifest(_manifest(source.folder, TRAIN_MANIFEST), augment, share.seed)
         val = SpeechDataset.from_manifest(_manifest(source.folder, VAL_MANIFEST))
     network = model()
-    train, val = _that_fit(train, network, source.min_seconds), _that_fit(val, network)
-    return Speech(network, train, val, source, share)
+    train, val = _drop_too_short(train, network, source.min_seconds), _drop_too_short(val, network)
+    return SpeechTask(network, train, val, source, share)
 
 
 def _manifest(folder: Path, name: str) -> Path:
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; without --data-dir the embedded speech is taken")
+        raise DataError(f"{folder}: no such folder; without --data-dir, generated speech is used")
     if not (folder / name).is_file():
-        raise DataError(f"{folder}: no {name} in it; make it from the AN4 archive: oktopk data an4 SRC {folder}")
+        raise DataError(f"{folder}: no {name} found; create it with: oktopk data an4 SRC {folder}")
     return folder / name
 
 
-def _that_fit(data: SpeechDataset, model: SpeechLSTM, min_seconds: float = 0.0) -> SpeechDataset:
-    """Without recordings that are too short: as was asked for, or to hold their letters at any tempo."""
+def _drop_too_short(data: SpeechDataset, model: SpeechLSTM, min_seconds: float = 0.0) -> SpeechDataset:
+    """Drop recordings shorter than min_seconds, or too short for their letters at the fastest tempo."""
     fastest = data.augment.tempo[1] if data.augment else 1.0
     kept, problems = [], list(data.problems)
     for recording in data.recordings:
         if recording.seconds < min_seconds:
             continue
         if steps_needed(recording) > _steps(model, recording.seconds / fastest):
-            problems.append(Problem(recording.name, "too short for what is said in it"))
+            problems.append(Problem(recording.name, "too short for its transcript"))
         else:
             kept.append(recording)
     if len(problems) > len(data.problems):
-        log.warning("left out for CTC:\n%s", listing(problems[len(data.problems) :]))
+        log.warning("left out, too short for CTC:\n%s", format_problems(problems[len(data.problems) :]))
     if not kept:
-        why = f"all {len(data)} are too short for --min-seconds {min_seconds:g}, or for their letters"
-        raise DataError(f"no utterances are left: {why}\n{listing(problems)}".rstrip())
+        why = f"all {len(data)} are too short for --min-seconds {min_seconds:g}, or for their transcripts"
+        raise DataError(f"no utterances left: {why}\n{format_problems(problems)}".rstrip())
     return SpeechDataset(kept, problems, data.augment, data.seed)
 
 
 def steps_needed(recording: Recording) -> int:
-    """CTC gives every letter a step, and one more between two that are the same."""
+    """Steps that CTC needs: one per letter, and one more between two equal letters."""
     classes = encode(recording.text, recording.name)
     return len(classes) + sum(a == b for a, b in pairwise(classes))
 
 
 def _steps(model: SpeechLSTM, seconds: float) -> int:
-    frames = frames_of(int(seconds * SAMPLE_RATE))
+    frames = frame_count(int(seconds * SAMPLE_RATE))
     return int(model.output_lengths(torch.tensor(frames)))
 
 
@@ -171,17 +174,17 @@ def _workload(name: str, network: Callable[[], SpeechLSTM], **rest: Any) -> Work
     return Workload(
         dnn=name,
         dataset="an4",
-        build=lambda source, share: speech(network, source, share),
+        build=lambda source, share: build_speech_task(network, source, share),
         optimizer=SGD,
         **rest,
     )
 
 
 WORKLOADS = (
-    _workload("lstman4", lstman4, batch_size=2, max_epochs=161, schedule=annealed(1.01), clip=400.0),
-    # Runs are short, and come to rest slowly: entries of a sparse run wait about a hundred steps for their turn.
+    _workload("lstman4", lstman4, batch_size=2, max_epochs=161, schedule=exponential_decay(1.01), clip=400.0),
+    # Runs are short and decay fast, because entries of a sparse run wait about a hundred steps in the residual.
     _workload(
         *("lstman4-small", lstman4_small),
-        batch_size=2, max_epochs=16, schedule=annealed(1.12), clip=400.0,
+        batch_size=2, max_epochs=16, schedule=exponential_decay(1.12), clip=400.0,
     ),
 )  # fmt: skip

@@ -1,55 +1,55 @@
-"""The learning rate of a step, from the one that was asked for."""
+"""Learning rate schedules: functions of the initial learning rate and the position of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .base import Clock
+from .base import StepPosition
 
-Schedule = Callable[[float, Clock], float]
+Schedule = Callable[[float, StepPosition], float]
 
 
-def annealed(divisor: float) -> Schedule:
-    """Divided by the same number after every epoch.
+def exponential_decay(divisor: float) -> Schedule:
+    """Divide the learning rate by the same number after every epoch.
 
-    >>> clock = Clock(epoch=5, step=70, steps_per_epoch=14, total_steps=140, world=8)
-    >>> round(annealed(1.01)(0.01, clock), 6)
+    >>> position = StepPosition(epoch=5, step=70, steps_per_epoch=14, total_steps=140, world=8)
+    >>> round(exponential_decay(1.01)(0.01, position), 6)
     0.009515
     """
-    return lambda lr, clock: lr / divisor**clock.epoch
+    return lambda lr, position: lr / divisor**position.epoch
 
 
-def tenth_at(*epochs: int, warmup_epochs: int = 0) -> Schedule:
-    """A tenth from each of these epochs on. The warm-up goes from lr / P up to lr, evenly, step by step.
+def step_decay(*epochs: int, warmup_epochs: int = 0) -> Schedule:
+    """Divide by 10 at each of these epochs. The warm-up rises linearly from lr / P to lr, step by step.
 
-    >>> clock = Clock(epoch=81, step=810, steps_per_epoch=10, total_steps=1610, world=4)
-    >>> round(tenth_at(81, 122, warmup_epochs=10)(0.1, clock), 6)
+    >>> position = StepPosition(epoch=81, step=810, steps_per_epoch=10, total_steps=1610, world=4)
+    >>> round(step_decay(81, 122, warmup_epochs=10)(0.1, position), 6)
     0.01
     """
 
-    def schedule(lr: float, clock: Clock) -> float:
-        warmup = warmup_epochs * clock.steps_per_epoch
-        if clock.step < warmup:
-            start = lr / clock.world
-            return start + (lr - start) * clock.step / warmup
-        return lr / 10.0 ** sum(clock.epoch >= epoch for epoch in epochs)
+    def schedule(lr: float, position: StepPosition) -> float:
+        warmup = warmup_epochs * position.steps_per_epoch
+        if position.step < warmup:
+            start = lr / position.world
+            return start + (lr - start) * position.step / warmup
+        return lr / 10.0 ** sum(position.epoch >= epoch for epoch in epochs)
 
     return schedule
 
 
-def linear(warmup_share: float) -> Schedule:
-    """Up from nothing over the first share of all steps, then evenly down, to nothing after the last one.
+def linear_decay(warmup_share: float) -> Schedule:
+    """Rise linearly from 0 over the first share of all steps, then fall linearly to 0.
 
-    >>> clock = Clock(epoch=0, step=55, steps_per_epoch=100, total_steps=100, world=1)
-    >>> round(linear(0.1)(1.0, clock), 6)
+    >>> position = StepPosition(epoch=0, step=55, steps_per_epoch=100, total_steps=100, world=1)
+    >>> round(linear_decay(0.1)(1.0, position), 6)
     0.5
     """
 
-    def schedule(lr: float, clock: Clock) -> float:
-        warmup = round(warmup_share * clock.total_steps)
-        done = clock.step + 1
+    def schedule(lr: float, position: StepPosition) -> float:
+        warmup = round(warmup_share * position.total_steps)
+        done = position.step + 1
         if done <= warmup:
             return lr * done / warmup
-        return lr * max(clock.total_steps - clock.step, 0) / (clock.total_steps - warmup)
+        return lr * max(position.total_steps - position.step, 0) / (position.total_steps - warmup)
 
     return schedule

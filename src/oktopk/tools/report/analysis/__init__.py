@@ -1,1 +1,1 @@
-"""From the files of a run to the figures of its report."""
+"""Read the files of a run and compute its report."""

@@ -1,4 +1,4 @@
-"""The questions that are asked first, answered in words with units."""
+"""Answer the user's first questions about a run, in words with units."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from oktopk.metrics.events import DENSE, SPARSE
 
-from ..units import byte_text, percent, seconds_text
-from .reading import whole
+from ..units import format_bytes, format_seconds, percent
+from .parsing import whole
 from .runs import Run
 
 Phases = Mapping[str, Mapping[str, Any]]
@@ -19,17 +19,17 @@ def answers(run: Run, phases: Phases, messages: list[dict[str, Any]]) -> list[di
         return [{"question": "What happened?", "answer": "No step has been recorded yet."}]
     last = SPARSE if SPARSE in phases else DENSE
     means = phases.get(last)
-    said = {"When did the sparse phase start?": _start(run, phases)}
+    texts = {"When did the sparse phase start?": _start(run, phases)}
     if means is not None:
-        said |= {
+        texts |= {
             "What density was achieved?": _density(means, last),
             "How many bytes did a rank really send?": _bytes(run, means, last),
             "Where did the time of a step go?": _time(means, last),
             "How much of the reductions was hidden behind backward?": _hidden(means, last),
             "How large were the messages?": _messages(messages, last, means["steps"]),
         }
-    said |= {"Does it learn?": _learning(run), "Were steps skipped?": _skipped(run)}
-    return [{"question": question, "answer": answer} for question, answer in said.items()]
+    texts |= {"Does it learn?": _learning(run), "Were steps skipped?": _skipped(run)}
+    return [{"question": question, "answer": answer} for question, answer in texts.items()]
 
 
 def first_sparse(run: Run) -> int | None:
@@ -49,13 +49,13 @@ def _start(run: Run, phases: Phases) -> str:
     if run.algorithm == DENSE:
         return f"Never, as intended: this run is dense. It has {total:,} steps so far."
     planned = whole(run.plan, "dense_steps")
-    until = "" if planned is None else f" The plan has {planned:,} dense steps first."
-    return f"It did not, so far: all {total:,} steps were dense.{until}"
+    until = "" if planned is None else f" The plan starts with {planned:,} dense steps."
+    return f"Not yet: all {total:,} steps were dense.{until}"
 
 
 def _density(means: Mapping[str, Any], phase: str) -> str:
     if phase == DENSE:
-        return "Everything was sent: density 100 %."
+        return "All entries were sent: density 100 %."
     band = means["in_band_share"]
     kept = (
         ""
@@ -63,39 +63,46 @@ def _density(means: Mapping[str, Any], phase: str) -> str:
         else f"; {percent(band)} of the steps were within the algorithm's band around the target"
     )
     return (
-        f"Rank 0 sent {percent(means['local_density'])} of the entries in a sparse step, mean; asked for were "
-        f"{percent(means['target_density'])}{kept}. The result had {percent(means['global_density'])}."
+        f"Rank 0 sent {percent(means['local_density'])} of its entries in a sparse step on average; the target "
+        f"was {percent(means['target_density'])}{kept}. The result had density "
+        f"{percent(means['global_density'])}."
     )
 
 
 def _bytes(run: Run, means: Mapping[str, Any], phase: str) -> str:
     sent, dense = means["sent_bytes"], means["dense_bytes"]
     ranks = means["sent_bytes_by_rank"]
-    every = f"; all ranks, in ended epochs: {byte_text(min(ranks))} to {byte_text(max(ranks))}" if ranks else ""
-    first = f"Rank 0 sent {byte_text(sent)} per {phase} step, mean{every}."
+    every = (
+        f"; all ranks, in finished epochs: {format_bytes(min(ranks))} to {format_bytes(max(ranks))}"
+        if ranks
+        else ""
+    )
+    first = f"Rank 0 sent {format_bytes(sent)} per {phase} step on average{every}."
     if run.world == 1:
-        return first + " There is no other rank to send to."
+        return first + " There is no other rank."
     if phase == DENSE:
-        return f"{first} The inside of the library's all-reduce cannot be seen: this is what a ring sends."
+        return f"{first} The library's all-reduce does not report its bytes: this is what a ring sends."
     if not sent or dense is None:
-        return f"{first} What dense would send is not known."
+        return f"{first} The bytes of a dense step are not known."
     six, two = means["bound_6k_bytes"], means["bound_2k_bytes"]
-    against = f"A dense step sends {byte_text(dense)} (ring, modelled): {dense / sent:.3g} times as much."
+    against = f"A dense step sends {format_bytes(dense)} (ring, modelled): {dense / sent:.3g} times as much."
     if not six or not two:
         return f"{first} {against}"
     return (
-        f"{first} {against} The bound of 6k words is {byte_text(six)}: the run used {percent(sent / six)} of it. "
-        f"2k words are {byte_text(two)}; coded indices can go below that."
+        f"{first} {against} The bound of 6k words is {format_bytes(six)}: the run used {percent(sent / six)} of "
+        f"it. 2k words are {format_bytes(two)}; coded indices can go below that."
     )
 
 
 def _time(means: Mapping[str, Any], phase: str) -> str:
     shares, seconds = means["shares"], means["step_seconds"]
     if not seconds:
-        return "The files have no times."
+        return "No times were recorded."
     parts = ", ".join(f"{_GROUP[group]} {percent(share)}" for group, share in shares.items())
-    first = " The first step of the phase, which compiles and sets up, is left out." if means["steps"] > 1 else ""
-    return f"A {phase} step took {seconds_text(seconds)}, mean: {parts}. Hidden work is not in it.{first}"
+    first = " The first step of the phase, which compiles kernels, is left out." if means["steps"] > 1 else ""
+    return (
+        f"A {phase} step took {format_seconds(seconds)} on average: {parts}. Hidden work is not included.{first}"
+    )
 
 
 _GROUP = {
@@ -109,11 +116,11 @@ _GROUP = {
 
 def _hidden(means: Mapping[str, Any], phase: str) -> str:
     if means["hidden_work_share"] is None:
-        return "The files do not tell."
+        return "Not recorded."
     hidden, busy = sum(means["hidden_seconds"].values()), means["reduction_seconds"]
     return (
-        f"{percent(means['hidden_work_share'])}: the reductions of a {phase} step took {seconds_text(busy)}, "
-        f"of which {seconds_text(hidden)} ran beside backward and {seconds_text(busy - hidden)} after it."
+        f"{percent(means['hidden_work_share'])}: the reductions of a {phase} step took {format_seconds(busy)}, "
+        f"of which {format_seconds(hidden)} ran during backward and {format_seconds(busy - hidden)} after it."
     )
 
 
@@ -126,30 +133,30 @@ def _messages(kinds: list[dict[str, Any]], phase: str, steps: int) -> str:
     name = f"{main['operation']} ({main['stage']}{', modelled' if main['modelled'] else ''})"
     share = f" {name} carried {percent(main['bytes'] / total)} of the bytes." if total else ""
     return (
-        f"Rank 0 sent {counted / steps:.3g} messages per {phase} step, of {byte_text(total / counted)} each, "
-        f"mean.{share}"
+        f"Rank 0 sent {counted / steps:.3g} messages per {phase} step on average, of "
+        f"{format_bytes(total / counted)} each.{share}"
     )
 
 
 def _learning(run: Run) -> str:
     losses = [step.train["loss"] for step in run.steps if "loss" in step.train]
     tenth = max(1, len(losses) // 10)
-    said = "No loss was recorded."
+    summary = "No loss was recorded."
     if losses:
         first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
         steps = "step" if tenth == 1 else f"{tenth:,} steps"
-        said = f"The loss went from {first:.4g} to {last:.4g} (means of the first and last {steps})."
+        summary = f"The loss went from {first:.4g} to {last:.4g} (means of the first and last {steps})."
     if not run.validations:
-        return f"{said} There is no validation yet."
+        return f"{summary} There is no validation yet."
     last_one = run.validations[-1]
     figures = ", ".join(f"{name} {value:.4g}" for name, value in last_one.figures.items())
     epoch = "" if last_one.epoch is None else f", epoch {last_one.epoch}"
-    return f"{said} Last validation (after {last_one.step:,} steps{epoch}): {figures or 'nothing'}."
+    return f"{summary} Last validation (after {last_one.step:,} steps{epoch}): {figures or 'nothing'}."
 
 
 def _skipped(run: Run) -> str:
     skipped = [step for step in run.steps if step.skipped]
     if not skipped:
         return "None: all losses and gradients were finite."
-    first = f" The first was step {skipped[0].number:,}: {skipped[0].culprits or 'culprit not known'}."
-    return f"{len(skipped):,} of {len(run.steps):,}, because numbers were not finite.{first}"
+    first = f" The first was step {skipped[0].number:,}: {skipped[0].culprits or 'cause not known'}."
+    return f"{len(skipped):,} of {len(run.steps):,}, because of non-finite values.{first}"

@@ -1,4 +1,4 @@
-"""Means over the steps of a phase, and what they are to be compared with."""
+"""Average the steps of each phase, and compute the bounds to compare them with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oktopk.algorithms.volume import WORD_BYTES, least_words, oktopk_words, ring
 from oktopk.metrics.events import DENSE, SPARSE
 
 from .runs import Run, Step
-from .times import GROUPS, mean, split
+from .times import GROUPS, mean, split_step
 
 COLUMNS = ("target_density", "local_density", "global_density", "sent_bytes", "received_bytes", "sent_messages",
            "control_bytes", "modelled_bytes", "payload_bytes")  # fmt: skip
@@ -23,8 +23,9 @@ def average(values: Iterable[float | None]) -> float | None:
 
 
 def bounds(step: Step, world: int | None) -> dict[str, float | None]:
-    """Bytes that a rank sends in this step: dense by a ring, and the bounds of 6k and 2k words. A bucket that went
-    dense in a sparse step takes the ring's words."""
+    """Bytes that a rank would send in this step: dense with a ring, and the bounds of 6k and 2k words. A dense
+    bucket in a sparse step counts with the words of a ring.
+    """
     size, k = step.numbers.get("size_entries"), step.numbers.get("target_count")
     limits: dict[str, float | None] = dict.fromkeys(("dense", "6k", "2k"))
     if world is None:
@@ -39,7 +40,7 @@ def bounds(step: Step, world: int | None) -> dict[str, float | None]:
 
 
 def phases(run: Run) -> dict[str, dict[str, Any]]:
-    """dense, sparse: those that had a step."""
+    """Average each phase, dense and sparse, that has a step."""
     of = {phase: [step for step in run.steps if step.phase == phase] for phase in (DENSE, SPARSE)}
     return {phase: _means(run, phase, steps) for phase, steps in of.items() if steps}
 
@@ -61,7 +62,7 @@ def _means(run: Run, phase: str, steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def band(run: Run) -> tuple[float, float]:
-    """What a rank may send, as shares of what was asked for."""
+    """The algorithm's band: what a rank may send, relative to the target."""
     algorithm = ALGORITHMS.get(run.algorithm)
     return algorithm.band if algorithm is not None else (3 / 4, 5 / 4)
 
@@ -77,8 +78,8 @@ def _in_band(run: Run, steps: Sequence[Step]) -> float | None:
 
 
 def _times(steps: Sequence[Step]) -> dict[str, Any]:
-    """Means over all but the first step of a phase, which compiles kernels and sets up connections."""
-    whole = mean(one for one in map(split, steps) if one is not None)
+    """Average the times; the caller leaves out the first step, which compiles kernels and opens connections."""
+    whole = mean(one for one in map(split_step, steps) if one is not None)
     if whole is None:
         nothing: dict[str, Any] = {"seconds": {}, "hidden_seconds": {}, "shares": {}}
         return nothing | dict.fromkeys(("step_seconds", "reduction_seconds", "hidden_work_share"))
@@ -99,13 +100,13 @@ def _times(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def _by_rank(run: Run, phase: str) -> list[float] | None:
-    """What each rank sent per step, as far as epochs have ended."""
-    told = [epoch for epoch in run.epochs if phase in epoch.sent_bytes]
-    ranks = min((len(epoch.sent_bytes[phase]) for epoch in told), default=0)
-    steps = sum(epoch.steps_by_phase.get(phase, 0.0) for epoch in told)
+    """Bytes that each rank sent per step, over the finished epochs."""
+    finished = [epoch for epoch in run.epochs if phase in epoch.sent_bytes]
+    ranks = min((len(epoch.sent_bytes[phase]) for epoch in finished), default=0)
+    steps = sum(epoch.steps_by_phase.get(phase, 0.0) for epoch in finished)
     if not ranks or not steps:
         return None
     return [
-        sum(epoch.steps_by_phase.get(phase, 0.0) * epoch.sent_bytes[phase][rank] for epoch in told) / steps
+        sum(epoch.steps_by_phase.get(phase, 0.0) * epoch.sent_bytes[phase][rank] for epoch in finished) / steps
         for rank in range(ranks)
     ]

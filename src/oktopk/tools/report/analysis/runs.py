@@ -1,7 +1,7 @@
-"""The folder of a run, finished or being written, as records.
+"""Read the folder of a run, finished or running, into records.
 
-Whatever a file lacks is left out and noted. Of two lines for the same step, the later one counts: a run that goes
-on from a checkpoint repeats steps.
+Missing values are left out and noted. If two lines describe the same step, the later one counts, because a resumed
+run repeats steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from oktopk.errors import OkTopkError
 from oktopk.metrics.events import DENSE, SPARSE
 
-from .reading import Row, amount, is_own, json_file, number, numbers, rows, sizes, text, text_file, whole
+from .parsing import Row, amount, is_own_file, json_file, number, numbers, rows, sizes, text, text_file, whole
 
 CONFIG, PLAN, RESULT, METRICS, SWEEP = "config.toml", "plan.json", "result.json", "metrics.jsonl", "sweep.json"
 FILES = (CONFIG, PLAN, RESULT, METRICS)
@@ -22,12 +22,12 @@ MOST_RUNS = 60
 
 
 class ReportError(OkTopkError, ValueError):
-    """There is nothing to report on."""
+    """There is no run to report on."""
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What one kind of operation sent in one step."""
+class Transfer:
+    """The traffic of one kind of operation in one step."""
 
     operation: str
     stage: str
@@ -41,7 +41,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A bucket in a step."""
+    """The reduction of one bucket in a step."""
 
     bucket: int
     phase: str
@@ -51,7 +51,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Step:
-    """`numbers` are what the reducer says of the step, `train` what the training loop says."""
+    """One step; `numbers` come from the reducer, `train` from the training loop."""
 
     number: int
     phase: str = ""
@@ -60,14 +60,14 @@ class Step:
     numbers: Mapping[str, float] = field(default_factory=dict)
     train: Mapping[str, float] = field(default_factory=dict)
     reductions: tuple[Reduction, ...] = ()
-    traffic: tuple[Moved, ...] | None = None
+    traffic: tuple[Transfer, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Epoch:
     steps_by_phase: Mapping[str, float]
     sent_bytes: Mapping[str, Sequence[float]]
-    """For each phase, the mean of a step, rank by rank."""
+    """Mean per step of each rank, by phase."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Run:
     config: str
     notes: tuple[str, ...]
 
-    def said(self, name: str) -> str | float | None:
-        """A fact of the run, from where it is known."""
+    def lookup(self, name: str) -> str | float | None:
+        """Look up a value in the result, then in the plan."""
         for known in (self.result, self.plan):
             value = known.get(name)
             found = text(value) if isinstance(value, str) else number(value)
@@ -99,47 +99,47 @@ class Run:
 
     @property
     def algorithm(self) -> str:
-        told = (
+        algorithms = (
             part.algorithm for step in reversed(self.steps) for part in step.reductions if part.phase == SPARSE
         )
-        return str(self.said("algorithm") or next(told, DENSE if self.steps else "unknown"))
+        return str(self.lookup("algorithm") or next(algorithms, DENSE if self.steps else "unknown"))
 
     @property
     def world(self) -> int | None:
         """P, the number of ranks."""
-        said = self.said("world")
-        if isinstance(said, float) and said >= 1:
-            return int(said)
+        world = self.lookup("world")
+        if isinstance(world, float) and world >= 1:
+            return int(world)
         return max((len(ranks) for epoch in self.epochs for ranks in epoch.sent_bytes.values()), default=None)
 
 
-def find(paths: Iterable[Path]) -> list[Path]:
-    """The folders of runs; one that a sweep has made stands for all of its runs."""
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Find the run folders; the folder of a sweep stands for all of its runs."""
     found = [folder for path in paths for folder in _runs_in(path)]
     unique = list(dict.fromkeys(folder.resolve() for folder in found))
     if len(unique) > MOST_RUNS:
-        raise ReportError(f"{len(unique)} runs are too many for a page: give at most {MOST_RUNS}")
+        raise ReportError(f"{len(unique)} runs are too many for one page: pass at most {MOST_RUNS}")
     return unique
 
 
 def _runs_in(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise ReportError(f"{path} is no folder: give the folder of a run, or of a sweep")
+        raise ReportError(f"{path} is not a folder: pass the folder of a run or of a sweep")
     if _is_run(path):
         return [path]
     inside = sorted(child for child in path.iterdir() if _is_below(child, path) and _is_run(child))
     if not inside:
-        raise ReportError(f"there is no run in {path}: neither it nor a folder in it has a {CONFIG} or {METRICS}")
+        raise ReportError(f"no run in {path}: neither it nor a folder in it has a {CONFIG} or {METRICS}")
     order = {name: place for place, name in enumerate(_order(path / SWEEP))}
     return sorted(inside, key=lambda child: order.get(child.name, len(order)))
 
 
 def _is_run(path: Path) -> bool:
-    return any(is_own(path / name) for name in FILES)
+    return any(is_own_file(path / name) for name in FILES)
 
 
 def _is_below(child: Path, folder: Path) -> bool:
-    """A link to a folder elsewhere is not of the sweep; who means it gives that folder itself."""
+    """Whether a folder is inside the sweep; a link to a folder elsewhere is not."""
     try:
         return child.is_dir() and child.resolve().is_relative_to(folder.resolve())
     except OSError:  # links in a circle
@@ -147,15 +147,15 @@ def _is_below(child: Path, folder: Path) -> bool:
 
 
 def _order(path: Path) -> list[str]:
-    """The names of a sweep's runs as it does them."""
+    """The runs of a sweep, in its order."""
     runs = json_file(path, []).get("runs")
     return [text(row.get("run")) for row in runs if isinstance(row, dict)] if isinstance(runs, list) else []
 
 
-def names(folders: Sequence[Path]) -> list[str]:
-    """As short as they can be while all differ.
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """Name the runs with the shortest distinct path suffixes.
 
-    >>> names([Path("/a/x"), Path("/b/x")])
+    >>> name_runs([Path("/a/x"), Path("/b/x")])
     ['a/x', 'b/x']
     """
     for length in range(1, max((len(folder.parts) for folder in folders), default=1) + 1):
@@ -165,19 +165,19 @@ def names(folders: Sequence[Path]) -> list[str]:
     return [f"{place}: {text(folder.name)}" for place, folder in enumerate(folders)]
 
 
-def read(folder: Path, name: str) -> Run:
+def read_run(folder: Path, name: str) -> Run:
     notes: list[str] = []
-    steps, epochs, validations = _sorted_out(rows(folder / METRICS, notes))
+    steps, epochs, validations = _parse_rows(rows(folder / METRICS, notes))
     plan, config = json_file(folder / PLAN, notes), text_file(folder / CONFIG, notes)
     result = json_file(folder / RESULT, [])
     if steps and not any(step.traffic is not None for step in steps):
-        notes.append("The steps have no traffic by operation: an older version wrote them, or none was metered.")
+        notes.append("The steps have no traffic by operation: written by an older version, or not metered.")
     if steps and not any(step.train for step in steps):
-        notes.append("There are no lines of a training loop: losses, forward and backward are not known.")
+        notes.append("No training loop wrote this: losses, forward and backward times are not known.")
     return Run(name, steps, epochs, validations, plan, result, config, tuple(notes))
 
 
-def _sorted_out(
+def _parse_rows(
     lines: Iterator[Row],
 ) -> tuple[tuple[Step, ...], tuple[Epoch, ...], tuple[Validation, ...]]:
     steps: dict[int, Step] = {}
@@ -216,15 +216,17 @@ def _reduction(row: Row) -> Reduction:
 def _step(place: int, row: Row, reductions: tuple[Reduction, ...], before: Step) -> Step:
     traffic = row.get("traffic")
     moved = (
-        tuple(_moved(part) for part in traffic if isinstance(part, dict)) if isinstance(traffic, list) else None
+        tuple(_parse_transfer(part) for part in traffic if isinstance(part, dict))
+        if isinstance(traffic, list)
+        else None
     )
     phase, culprits = text(row.get("phase")), text(row.get("culprits"))
     skipped = row.get("skipped") is True
     return Step(place, phase, skipped, culprits, numbers(row), before.train, reductions, moved)
 
 
-def _moved(row: Row) -> Moved:
-    return Moved(
+def _parse_transfer(row: Row) -> Transfer:
+    return Transfer(
         operation=text(row.get("operation")) or "unnamed",
         stage=text(row.get("stage")) or "unnamed",
         control=row.get("control") is True,
@@ -251,8 +253,8 @@ def _epoch(row: Row) -> Epoch:
     return Epoch(steps, by_rank)
 
 
-def state(folders: Iterable[Path]) -> str:
-    """Changes when a file of a run does."""
+def fingerprint(folders: Iterable[Path]) -> str:
+    """A string that changes when a file of a run changes."""
     seen = []
     for path in (folder / name for folder in folders for name in FILES):
         try:

@@ -1,4 +1,4 @@
-"""Curves over the steps, thinned for drawing: a long run has one point for several steps."""
+"""Curves over the steps, thinned for charts: in a long run one point stands for several steps."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from oktopk.metrics.events import SPARSE
 
-from ..units import few
+from ..units import round_for_chart
 from .phases import average, bounds
 from .runs import Run, Step
-from .times import STAGES, split
+from .times import STAGES, split_step
 
 MOST_BUCKETS = 4
-"""Thresholds of more buckets than these are not drawn."""
+"""Number of buckets whose thresholds are drawn."""
 Bins = Sequence[Sequence[Step]]
 
 
-def bins(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
-    """Neighbouring steps, at most about `most` times; none of them has steps of both phases.
+def make_bins(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
+    """Group neighbouring steps into about `most` bins; no bin spans both phases.
 
-    >>> [len(one) for one in bins([Step(n, "sparse" if n > 4 else "dense") for n in range(10)], 5)]
+    >>> [len(one) for one in make_bins([Step(n, "sparse" if n > 4 else "dense") for n in range(10)], 5)]
     [2, 2, 1, 2, 2, 1]
     """
     width = max(1, -(-len(steps) // most))
@@ -30,9 +30,9 @@ def bins(steps: Sequence[Step], most: int) -> list[Sequence[Step]]:
 
 
 def series(run: Run, most: int) -> dict[str, Any]:
-    """Means over the steps of each point; where a curve is ragged, the lowest and the highest step too."""
-    points = bins(run.steps, most)
-    splits = [[split(step) for step in point] for point in points]
+    """Compute the curves: means over the steps of each point, and for some also the lowest and highest step."""
+    points = make_bins(run.steps, most)
+    splits = [[split_step(step) for step in point] for point in points]
     limits = [[bounds(step, run.world) for step in point] for point in points]
     return {
         "steps_per_point": max(map(len, points), default=0),
@@ -42,15 +42,18 @@ def series(run: Run, most: int) -> dict[str, Any]:
         "local_density": _spread(points, _column("local_density")),
         "global_density": _means(points, _column("global_density")),
         "sent_bytes": _spread(points, _column("sent_bytes")),
-        "dense_bytes": [few(average(limit["dense"] for limit in point)) for point in limits],
-        "bound_6k_bytes": [few(average(limit["6k"] for limit in point)) for point in limits],
-        "bound_2k_bytes": [few(average(limit["2k"] for limit in point)) for point in limits],
+        "dense_bytes": [round_for_chart(average(limit["dense"] for limit in point)) for point in limits],
+        "bound_6k_bytes": [round_for_chart(average(limit["6k"] for limit in point)) for point in limits],
+        "bound_2k_bytes": [round_for_chart(average(limit["2k"] for limit in point)) for point in limits],
         "seconds": {
-            stage: [few(average(one.shown[stage] for one in point if one is not None)) for point in splits]
+            stage: [
+                round_for_chart(average(one.shown[stage] for one in point if one is not None)) for point in splits
+            ]
             for stage in STAGES
         },
         "hidden_seconds": [
-            few(average(sum(one.hidden.values()) for one in point if one is not None)) for point in splits
+            round_for_chart(average(sum(one.hidden.values()) for one in point if one is not None))
+            for point in splits
         ],
         "residual_norm": _means(points, lambda step: step.numbers.get("residual_norm") or None),
         "thresholds": _thresholds(points),
@@ -67,26 +70,26 @@ def _column(name: str) -> Figure:
 
 
 def _means(points: Bins, figure: Figure) -> list[float | None]:
-    return [few(average(map(figure, point))) for point in points]
+    return [round_for_chart(average(map(figure, point))) for point in points]
 
 
 def _spread(points: Bins, figure: Figure) -> dict[str, list[float | None]]:
     known = [[value for value in map(figure, point) if value is not None] for point in points]
     return {
-        "mean": [few(average(values)) for values in known],
-        "low": [few(min(values, default=None)) for values in known],
-        "high": [few(max(values, default=None)) for values in known],
+        "mean": [round_for_chart(average(values)) for values in known],
+        "low": [round_for_chart(min(values, default=None)) for values in known],
+        "high": [round_for_chart(max(values, default=None)) for values in known],
     }
 
 
 def _so_far(points: Bins, figure: Figure) -> list[float | None]:
-    """The sum over all steps up to the end of each point."""
+    """Running sum up to the end of each point."""
     sums = [sum(figure(step) or 0.0 for step in point) for point in points]
-    return [few(total) for total in accumulate(sums)]
+    return [round_for_chart(total) for total in accumulate(sums)]
 
 
 def _thresholds(points: Bins) -> list[dict[str, Any]]:
-    """Of each bucket, where it was sparse."""
+    """Thresholds of each bucket in sparse steps."""
     buckets = sorted({part.bucket for point in points for step in point for part in step.reductions})
     return [
         {
@@ -101,7 +104,7 @@ def _thresholds(points: Bins) -> list[dict[str, Any]]:
 def _threshold(bucket: int, name: str) -> Figure:
     def of(step: Step) -> float | None:
         parts = (part for part in step.reductions if part.bucket == bucket and part.phase == SPARSE)
-        # a threshold of 0 is that of an algorithm which has none
+        # 0 means that the algorithm has no threshold
         return next((part.numbers.get(name) or None for part in parts), None)
 
     return of

@@ -1,8 +1,8 @@
-"""Where the time of a step went.
+"""Split the time of a step into stages, hidden and exposed.
 
-Reductions run on a worker thread. What of them runs beside backward is hidden: it is not added to the step. What
-runs after the last bucket was handed in is exposed, and part of the step. Of a bucket that was reduced partly
-before and partly after, each stage is exposed in the same proportion.
+Reductions run on a worker thread. Work during backward is hidden and does not add to the step. Work after the last
+bucket was submitted is exposed and part of the step. If a bucket was reduced partly before and partly after that
+point, each of its stages is exposed in the same proportion.
 
     main     data | forward | backward ......... | waits for the worker ..... | loss round | update
     worker                 bucket 0 | bucket 1 ..|.. bucket 1 | bucket 2
@@ -25,7 +25,7 @@ WORK: Mapping[str, tuple[str, ...]] = {
 }
 """Stages of a reduction, and their columns."""
 STAGES = ("forward", "backward", *WORK, "hand_over", "rest")
-"""What a step is made of."""
+"""The stages of a step."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "compute": ("forward", "backward"),
     "compress": ("select", "encode", "sums"),
@@ -37,7 +37,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Split:
-    """Seconds of one step. `shown` adds up to it; `hidden` ran beside it."""
+    """Seconds of one step by stage. `shown` adds up to the step; `hidden` ran in parallel."""
 
     shown: Mapping[str, float]
     hidden: Mapping[str, float]
@@ -47,8 +47,8 @@ class Split:
         return sum(self.shown.values())
 
 
-def split(step: Step) -> Split | None:
-    """None of a step whose own time is not known, or not yet: the reducer writes its line first."""
+def split_step(step: Step) -> Split | None:
+    """Split a step; None if its time is not known, or not yet, because the reducer writes its line first."""
     if "step_seconds" not in step.train:
         return None
     train = {name: max(0.0, value) for name, value in step.train.items()}
@@ -56,7 +56,7 @@ def split(step: Step) -> Split | None:
     exposed = train.get("exposed_seconds", max(0.0, step.numbers.get("exposed_seconds", 0.0)))
     work, hidden = _reductions(step)
     known = sum(work.values())
-    if known > exposed:  # the last bucket is handed in a moment before backward returns
+    if known > exposed:  # the last bucket is submitted a moment before backward returns
         clipped = {name: seconds * exposed / known for name, seconds in work.items()}
         hidden = {name: hidden[name] + work[name] - clipped[name] for name in work}
         work = clipped

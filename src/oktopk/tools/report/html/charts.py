@@ -1,18 +1,18 @@
-"""The charts of one run, made of the document alone."""
+"""The charts of one run, made from the report document."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..units import size_text
+from ..units import format_size
 from . import colours
 from .drawing import DIGITS, Chart, figure, known, label, line, spread, transition
-from .timecharts import time_of_phases, time_of_steps
+from .time_charts import time_of_phases, time_of_steps
 
 
-def charts(run: Mapping[str, Any]) -> list[Chart]:
-    """Those that there are values for."""
+def make_charts(run: Mapping[str, Any]) -> list[Chart]:
+    """Make the charts that have data."""
     made = [
         _loss(run),
         _validation(run),
@@ -44,7 +44,7 @@ def _loss(run: Mapping[str, Any]) -> Chart | None:
     if skipped and traces:
         mark = {"symbol": "x", "size": 9, "color": colours.SKIPPED}
         traces.append({"type": "scatter", "mode": "markers", "name": "skipped step", "x": skipped,
-                       "y": [0] * len(skipped), "marker": mark, "hovertemplate": "not finite"})  # fmt: skip
+                       "y": [0] * len(skipped), "marker": mark, "hovertemplate": "non-finite"})  # fmt: skip
     if not traces:
         return None
     caption = "Training: mean over all ranks. Validation: at the end of an epoch."
@@ -55,13 +55,13 @@ def _loss(run: Mapping[str, Any]) -> Chart | None:
 
 
 def _validation(run: Mapping[str, Any]) -> Chart | None:
-    """All that was validated besides the loss."""
+    """All validation metrics but the loss."""
     names = dict.fromkeys(name for one in run["validations"] for name in one["figures"] if name != "val loss")
     traces = []
     for place, name in enumerate(list(names)[:8]):
         points = [(one["step"], one["figures"][name]) for one in run["validations"] if name in one["figures"]]
         x, y = zip(*points, strict=True)
-        colour, dash = colours.of_series(place + 1)
+        colour, dash = colours.series_style(place + 1)
         marks: dict[str, Any] = {"mode": "lines+markers", "line": {"dash": dash}, "marker": {"size": 8}}
         traces.append(line(label(name), x, y, colour, **marks))
     if not traces:
@@ -79,13 +79,13 @@ def _density(run: Mapping[str, Any]) -> Chart | None:
         series["step"],
         [
             ("result", [_percent(value) for value in series["global_density"]], colours.GLOBAL, "dot"),
-            ("asked for", [_percent(value) for value in series["target_density"]], colours.ASKED, "dash"),
+            ("target", [_percent(value) for value in series["target_density"]], colours.TARGET, "dash"),
         ],
     )
     local = {key: [_percent(value) for value in values] for key, values in series["local_density"].items()}
     traces = spread("sent by rank 0", x, local, colours.LOCAL, "%")
     traces += [line(name, x, values, colour, "%", line={"dash": dash}) for name, values, colour, dash in share]
-    caption = "Share of the gradient's entries that rank 0 sent, that were asked for, and that the result has."
+    caption = "Share of the gradient's entries: sent by rank 0, the target, and in the result."
     return Chart("density", "Density", caption, figure(traces, "step", "density (%)", log=True, **transition(run)))
 
 
@@ -109,8 +109,8 @@ def _bytes(run: Mapping[str, Any]) -> Chart | None:
         if known(series[key])
     ]
     caption = (
-        "Bytes that rank 0 sent in a step, headers and control included. Dense is what a ring sends: modelled, "
-        "because the inside of a library's all-reduce cannot be seen. 6k(P−1)/P words are Ok-Topk's bound, "
+        "Bytes that rank 0 sent in a step, headers and control included. Dense is modelled as a ring, because "
+        "the library's all-reduce does not report its bytes. 6k(P−1)/P words are Ok-Topk's bound, "
         "2k(P−1)/P the least for plain indices and values; coded indices can go below it. A word has 4 bytes."
     )
     shown = figure(traces, "step", "bytes per step (B)", log=True, **transition(run))
@@ -119,7 +119,7 @@ def _bytes(run: Mapping[str, Any]) -> Chart | None:
 
 
 def _messages(run: Mapping[str, Any], phase: str) -> Chart | None:
-    """Counts per step, by size. The colour of a kind of messages is the same in both phases."""
+    """Message counts per step, by size. A kind of message has the same colour in both phases."""
     kinds = list(dict.fromkeys((kind["operation"], kind["stage"]) for kind in run["messages"]))
     ours = [kind for kind in run["messages"] if kind["phase"] == phase and kind["sizes"]]
     if not ours:
@@ -129,14 +129,14 @@ def _messages(run: Mapping[str, Any], phase: str) -> Chart | None:
     steps = run["phases"][phase]["steps"]
     traces = []
     for kind in ours:
-        colour, _ = colours.of_series(kinds.index((kind["operation"], kind["stage"])))
+        colour, _ = colours.series_style(kinds.index((kind["operation"], kind["stage"])))
         sizes = {int(power): count / steps for power, count in kind["sizes"].items()}
         pattern = "/" if kind["modelled"] else "." if kind["control"] else ""
         name = f"{kind['operation']}, {kind['stage']}"
         more = ", modelled" * kind["modelled"] + ", control" * kind["control"]
         hatch = {"shape": pattern, "fillmode": "replace", "fgcolor": colour} if pattern else {}
         traces.append({
-            "type": "bar", "name": label(name) + more, "x": [size_text(power) for power in powers],
+            "type": "bar", "name": label(name) + more, "x": [format_size(power) for power in powers],
             "y": [sizes.get(power) for power in powers], "marker": {"color": colour, "pattern": hatch},
             "hovertemplate": f"%{{y:{DIGITS}}} per step",
         })  # fmt: skip
@@ -160,8 +160,8 @@ def _thresholds(run: Mapping[str, Any]) -> Chart | None:
     if not traces:
         return None
     caption = (
-        "Entries of gradient plus residual are sent when their magnitude reaches the local threshold of rank 0, "
-        "and stay in the result when their sum reaches the global one."
+        "Rank 0 sends the entries of gradient plus residual whose magnitude reaches the local threshold; the "
+        "result keeps the sums that reach the global one."
     )
     shown = figure(traces, "step", "threshold (gradient units)", log=True, **transition(run))
     return Chart("thresholds", "Thresholds", caption, shown)
@@ -172,6 +172,6 @@ def _residual(run: Mapping[str, Any]) -> Chart | None:
     if not known(series["residual_norm"]):
         return None
     trace = line("residual of rank 0", series["step"], series["residual_norm"], colours.RESIDUAL, connectgaps=True)
-    caption = "Norm of what rank 0 has not sent yet; large buckets measure it every 16 steps."
+    caption = "Norm of the residual of rank 0; large buckets measure it every 16 steps."
     shown = figure([trace], "step", "L2 norm (gradient units)", **transition(run))
     return Chart("residual", "Residual norm", caption, shown)

@@ -1,4 +1,4 @@
-"""One colour for one thing, on every chart: those of Okabe and Ito, which the colour-blind can tell apart."""
+"""The colours of the charts: the colour-blind safe palette of Okabe and Ito, one colour per quantity."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ STAGE_NAME = {
     "rest": "rest (data, update)",
 }
 LOSS, VALIDATION, SKIPPED = BLUE, ORANGE, RED
-ASKED, LOCAL, GLOBAL = GREY, GREEN, PINK
+TARGET, LOCAL, GLOBAL = GREY, GREEN, PINK
 SENT, RING, SIX_K, TWO_K = ORANGE, GREY, RED, BLUE
 RESIDUAL = SKY
 SERIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, GREY, YELLOW)
-"""For things that are known by their order only: runs, kinds of messages."""
+"""Colours by position, for runs and kinds of messages."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def faint(colour: str) -> str:
-    """For the area between the lowest and the highest."""
+    """A transparent version, for the area between lowest and highest."""
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.2)"
 
 
-def of_series(place: int) -> tuple[str, str]:
-    """Colour and dash of the n-th thing: colours come again with another dash."""
+def series_style(place: int) -> tuple[str, str]:
+    """Colour and dash of the n-th series; repeated colours get another dash."""
     return SERIES[place % len(SERIES)], DASHES[place // len(SERIES) % len(DASHES)]

@@ -1,4 +1,4 @@
-"""Charts that compare runs: one colour for each run, on all of them."""
+"""Charts that compare runs; each run has one colour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOVER = {
 }
 
 
-def comparison(runs: Runs) -> list[Chart]:
+def make_comparison(runs: Runs) -> list[Chart]:
     made = [
         _losses(runs, "steps", "Loss against steps", "step", "step", "Mean over all ranks."),
         _losses(
@@ -24,7 +24,7 @@ def comparison(runs: Runs) -> list[Chart]:
         ),
         _losses(
             *(runs, "bytes", "Loss against bytes", "sent_so_far_bytes", "bytes sent by rank 0 so far (B)"),
-            "All that rank 0 sent in reductions, warm-up included. The axis is logarithmic.",
+            "All bytes that rank 0 sent in reductions, warm-up included. The axis is logarithmic.",
         ),
         _validations(runs),
     ]
@@ -36,25 +36,25 @@ def _losses(runs: Runs, name: str, title: str, column: str, x: str, caption: str
     for place, run in enumerate(runs):
         series = run["series"]
         if known(series["loss"]["mean"]) and any(series[column]):
-            traces.append(_of_run(place, run, series[column], series["loss"]["mean"], **_HOVER.get(name, {})))
+            traces.append(_draw_run(place, run, series[column], series["loss"]["mean"], **_HOVER.get(name, {})))
     if not traces:
         return None
     shown = figure(traces, x, "training loss")
     shown["layout"]["yaxis"].pop("rangemode")
     if name == "bytes":
         shown["layout"]["xaxis"] |= {"type": "log", "exponentformat": "SI"}
-    if name != "steps":  # the runs have no points in common
+    if name != "steps":  # the runs share no x values
         shown["layout"]["hovermode"] = "closest"
     return Chart(f"loss-{name}", title, caption, shown)
 
 
-def _of_run(place: int, run: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
-    colour, dash = colours.of_series(place)
+def _draw_run(place: int, run: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+    colour, dash = colours.series_style(place)
     return line(label(run["name"]), x, y, colour, line={"dash": dash}, **more)
 
 
 def _validations(runs: Runs) -> Chart | None:
-    """Of the first figure besides the loss that a run has, else of the loss."""
+    """Compare the first validation metric besides the loss, or else the loss."""
     names = dict.fromkeys(name for run in runs for one in run["validations"] for name in one["figures"])
     name = next((name for name in names if name != "val loss"), next(iter(names), None))
     traces = []
@@ -62,7 +62,7 @@ def _validations(runs: Runs) -> Chart | None:
         points = [(one["step"], one["figures"][name]) for one in run["validations"] if name in one["figures"]]
         if points:
             x, y = zip(*points, strict=True)
-            traces.append(_of_run(place, run, x, y, mode="lines+markers", marker={"size": 8}))
+            traces.append(_draw_run(place, run, x, y, mode="lines+markers", marker={"size": 8}))
     if not traces:
         return None
     shown = figure(traces, "step", label(name))

@@ -1,6 +1,6 @@
-"""What charts are made of: figures for plotly.js.
+"""Parts of charts: figures for plotly.js.
 
-Texts of a run go through `label`, because plotly understands some HTML in them.
+Texts from a run are escaped with `label`, because plotly interprets some HTML.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import colours
 Trace = dict[str, Any]
 LONGEST_LABEL = 40
 DIGITS = ",.4~r"
-"""Four digits, and no exponent."""
+"""Four digits, without exponent."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, unit: str =
 
 
 def spread(name: str, x: Sequence[Any], of: Mapping[str, Any], colour: str, unit: str = "") -> list[Trace]:
-    """The mean, and where single steps differ from it the area from the lowest to the highest."""
+    """The mean, and the area from lowest to highest where steps differ."""
     mean = line(name, x, of["mean"], colour, unit)
     if of["low"] == of["high"]:
         return [mean]
@@ -78,7 +78,7 @@ def known(values: Sequence[Any]) -> bool:
 
 
 def transition(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A line where the sparse phase begins, to be added to a layout."""
+    """Layout entries that mark the start of the sparse phase."""
     begin = run["first_sparse_step"]
     if begin is None:
         return {}

@@ -1,4 +1,4 @@
-"""The page served on this machine alone, while a run is going on."""
+"""Serve the page of a running job, on this machine only."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ..analysis import runs
-from ..analysis.figures import report
-from .page import check_drawing, contents, in_script, page
+from ..analysis.document import build_report
+from .page import build_page, check_plotly, contents, in_script
 
 LOOPBACK = "127.0.0.1"
 PERIOD = 2000
-"""Milliseconds after which a page asks again."""
+"""Polling interval of the page in milliseconds."""
 _PART_OF_TIME = 10
-"""Reading takes at most one of so many seconds: training needs the processor."""
+"""Read at most one tenth of the time: training needs the CPU."""
 log = logging.getLogger(__name__)
 
 
 class Source:
-    """The runs as they are now; read again when their files have changed."""
+    """The current state of the runs; reads them again when their files change."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self._folders, self._names = folders, runs.names(folders)
+        self._folders, self._names = folders, runs.name_runs(folders)
         self._lock = threading.Lock()
         self._version, self._document = "", dict[str, Any]()
         self._not_before = 0.0
 
     def now(self) -> tuple[str, dict[str, Any]]:
         with self._lock:
-            start, version = time.monotonic(), runs.state(self._folders)
+            start, version = time.monotonic(), runs.fingerprint(self._folders)
             if version != self._version and start >= self._not_before:
                 pairs = zip(self._folders, self._names, strict=True)
-                self._document = report([runs.read(folder, name) for folder, name in pairs])
+                self._document = build_report([runs.read_run(folder, name) for folder, name in pairs])
                 self._version = version
                 self._not_before = start + _PART_OF_TIME * (time.monotonic() - start)
             return self._version, self._document
 
 
 class Server(ThreadingHTTPServer):
-    """GET of two names, asked for under a name of this machine: no page elsewhere can read them."""
+    """Serves two paths, to requests for this machine's own name only, so that no other page can read them."""
 
     daemon_threads = True
     block_on_close = False
@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
         super().__init__((LOOPBACK, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("whoever asked has left", exc_info=True)
+        log.debug("the client has disconnected", exc_info=True)
 
     @property
     def port(self) -> int:
@@ -74,37 +74,37 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host") not in (f"{LOOPBACK}:{self.server.port}", f"localhost:{self.server.port}"):
             return self._answer(
-                HTTPStatus.MISDIRECTED_REQUEST, "ask for this page by the address it was told with\n"
+                HTTPStatus.MISDIRECTED_REQUEST, "open this page by the address that oktopk report printed\n"
             )
         path, _, query = self.path.partition("?")
         makers: dict[str, Callable[[str], None]] = {"/": self._page, "/state.json": self._state}
         maker = makers.get(path)
         if maker is None:
-            return self._answer(HTTPStatus.NOT_FOUND, "there is nothing but the report\n")
+            return self._answer(HTTPStatus.NOT_FOUND, "not found: only the report is here\n")
         try:
             return maker(query)
         except ConnectionError:
             raise
         except Exception as error:
-            log.exception("the report could not be made")
-            return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"the report could not be made: {error}\n")
+            log.exception("building the report failed")
+            return self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"building the report failed: {error}\n")
 
     def _refuse(self) -> None:
         self.close_connection = True
         self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "GET only\n", allow="GET")
 
     def __getattr__(self, name: str) -> Any:
-        """http.server asks for do_POST and the like, and says that it is not implemented if there is none."""
+        """Refuse every other method; without do_POST and the like, http.server would answer 501."""
         if name.startswith("do_"):
             return self._refuse
         raise AttributeError(name)
 
     def _page(self, _: str) -> None:
         version, document = self.server.source.now()
-        self._answer(HTTPStatus.OK, page(document, version, PERIOD), "text/html")
+        self._answer(HTTPStatus.OK, build_page(document, version, PERIOD), "text/html")
 
     def _state(self, query: str) -> None:
-        """All that a page shows, or nothing if that is what it has already."""
+        """Answer with the state of the page, or with nothing if the page already has it."""
         version, document = self.server.source.now()
         if parse_qs(query).get("since") == [version]:
             return self._answer(HTTPStatus.NO_CONTENT, "")
@@ -132,12 +132,12 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
 
-def serve(folders: Sequence[Path], port: int, told: Callable[[str], None]) -> None:
-    """Until Ctrl-C. `told` hears the address."""
-    check_drawing()
+def serve(folders: Sequence[Path], port: int, announce: Callable[[str], None]) -> None:
+    """Serve until Ctrl-C; announce(url) is called once the server is up."""
+    check_plotly()
     with Server(folders, port) as server:
         try:
-            told(server.url)
+            announce(server.url)
             server.serve_forever()
         except KeyboardInterrupt:
             log.debug("Ctrl-C")

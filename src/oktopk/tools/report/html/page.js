@@ -1,5 +1,5 @@
 "use strict";
-// Draws the charts of the state that is in the page, in the colours of the page; a live one asks for news.
+// Draws the charts from the state in the page, in the colours of the page; a live page polls for updates.
 (() => {
   let state = JSON.parse(document.getElementById("state").textContent);
   const places = () => [...document.querySelectorAll(".chart")];

@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, plotly's script too. It asks nobody for anything."""
+"""Build the page: one self-contained HTML file, with plotly's script, that loads nothing."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from oktopk.errors import OkTopkError
 
 from . import tables
-from .charts import charts
-from .comparison import comparison
+from .charts import make_charts
+from .comparison import make_comparison
 from .drawing import Chart
 
 Document = Mapping[str, Any]
 
 
 class PlotlyMissing(OkTopkError, ImportError):
-    """The package that draws."""
+    """plotly is not installed."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """`parts` are texts by name, `figures` charts by name, `body` has the place of each."""
+    """The content of a page: texts and charts by name, and the body that places them."""
 
     title: str
     body: str
@@ -35,12 +35,12 @@ class Contents:
     figures: Mapping[str, Any]
 
     def state(self, version: str | None, period: int) -> dict[str, Any]:
-        """What a live page asks for; None is the version of a page that does not change."""
+        """The state that a live page polls; a static page has version None."""
         return {"version": version, "period": period, "parts": self.parts, "charts": self.figures}
 
 
-def page(document: Document, version: str | None = None, period: int = 0) -> str:
-    """`version` and `period` (milliseconds) make it a live page, which asks for the next version now and then."""
+def build_page(document: Document, version: str | None = None, period: int = 0) -> str:
+    """Build the page; with `version` and `period` (milliseconds) it is a live page that polls for updates."""
     found = contents(document, live=version is not None)
     script, plotly = _file("page.js"), _plotly()
     return Template(_file("page.html")).substitute(
@@ -64,7 +64,7 @@ def contents(document: Document, live: bool = False) -> Contents:
     if len(runs) == 1:
         body = _run(draft, "r0", runs[0])
     else:
-        body = _compared(draft, document) + "".join(
+        body = _comparison(draft, document) + "".join(
             f"<details><summary>{tables.safe(run['name'])}</summary>{_run(draft, f'r{place}', run)}</details>"
             for place, run in enumerate(runs)
         )
@@ -72,7 +72,7 @@ def contents(document: Document, live: bool = False) -> Contents:
 
 
 class _Draft:
-    """Collects texts and charts, and says where they go."""
+    """Collects texts and charts, and returns the HTML that places them."""
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
@@ -100,18 +100,18 @@ def _run(draft: _Draft, prefix: str, run: Mapping[str, Any]) -> str:
         draft.text(f"{prefix}-about", tables.about(run), "about"),
         draft.text(f"{prefix}-answers", tables.answers(run)),
         draft.text(f"{prefix}-notes", tables.notes(run), "notes"),
-        draft.grid(prefix, charts(run)),
+        draft.grid(prefix, make_charts(run)),
         *(draft.text(f"{prefix}-{table.__name__}", table(run)) for table in below),
     ])  # fmt: skip
 
 
-def _compared(draft: _Draft, document: Document) -> str:
+def _comparison(draft: _Draft, document: Document) -> str:
     table = draft.text("finals", tables.finals(document["finals"]))
-    return f"<h2>Comparison</h2>{table}{draft.grid('all', comparison(document['runs']))}<h2>The runs</h2>"
+    return f"<h2>Comparison</h2>{table}{draft.grid('all', make_comparison(document['runs']))}<h2>The runs</h2>"
 
 
 def in_script(value: Any) -> str:
-    r"""JSON that can stand in a script element: nothing in it ends the element or begins a comment.
+    r"""Write JSON for a script element, so that nothing in it ends the element or starts a comment.
 
     >>> in_script("</script>")
     '"\\u003c/script\\u003e"'
@@ -121,7 +121,7 @@ def in_script(value: Any) -> str:
 
 
 def _policy(scripts: Sequence[str], live: bool) -> str:
-    """These scripts and no others run; nothing is loaded from anywhere."""
+    """The content security policy: only these scripts run, and nothing is loaded."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     asked = "'self'" if live else "'none'"
@@ -135,8 +135,8 @@ def _file(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
-def check_drawing() -> None:
-    """What is missing is said before anybody waits for a page."""
+def check_plotly() -> None:
+    """Raise PlotlyMissing early, before anyone waits for a page."""
     _plotly()
 
 
@@ -144,6 +144,6 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise PlotlyMissing(f"reports are drawn by plotly: pip install 'oktopk[report]' ({error})") from None
+        raise PlotlyMissing(f"the page needs plotly: pip install 'oktopk[report]' ({error})") from None
     script: str = get_plotlyjs()
     return script.replace("\r\n", "\n").replace("</script", "<\\/script")

@@ -1,4 +1,4 @@
-"""The texts and tables of the page, as HTML. Every value goes through `safe`."""
+"""The texts and tables of the page as HTML. Every value is escaped with `safe`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..analysis.times import STAGES, WORK
-from ..units import byte_text, percent, seconds_text
+from ..units import format_bytes, format_seconds, percent
 from . import colours
 
 
@@ -16,7 +16,7 @@ def safe(value: object) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], long: int | None = None) -> str:
-    """`long` is the column whose text may be broken."""
+    """Make an HTML table; `long` is the column that may wrap."""
     title = "".join(f"<th>{safe(name)}</th>" for name in head)
     lines = [
         "".join(
@@ -30,7 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], long: int | Non
 
 
 def about(run: Mapping[str, Any]) -> str:
-    """What was run, in a line."""
+    """Describe the run in one line."""
     known = run["about"]
     what = " on ".join(str(known[name]) for name in ("dnn", "dataset") if known[name])
     density = (
@@ -61,36 +61,34 @@ def plain(value: object) -> str:
 
 
 def answers(run: Mapping[str, Any]) -> str:
-    said = "".join(f"<dt>{safe(one['question'])}</dt><dd>{safe(one['answer'])}</dd>" for one in run["answers"])
-    return f"<dl>{said}</dl>"
+    items = "".join(f"<dt>{safe(one['question'])}</dt><dd>{safe(one['answer'])}</dd>" for one in run["answers"])
+    return f"<dl>{items}</dl>"
 
 
 def notes(run: Mapping[str, Any]) -> str:
     width = run["series"]["steps_per_point"]
-    thinned = (
-        f"Curves are thinned: a point stands for up to {width:,} steps, its band for their lowest and highest."
-    )
-    said = [*run["notes"], *([thinned] if width > 1 else [])]
-    return "".join(f"<p>{safe(note)}</p>" for note in said)
+    thinned = f"Curves are thinned: a point stands for up to {width:,} steps, its band for their range."
+    lines = [*run["notes"], *([thinned] if width > 1 else [])]
+    return "".join(f"<p>{safe(note)}</p>" for note in lines)
 
 
 _MEANS: tuple[tuple[str, str, Any], ...] = (
     ("steps", "steps", plain),
     ("skipped steps", "skipped", plain),
     ("mean loss", "loss", lambda x: f"{x:.4g}"),
-    ("density asked for", "target_density", percent),
+    ("target density", "target_density", percent),
     ("density sent by rank 0", "local_density", percent),
     ("density of the result", "global_density", percent),
-    ("sent by rank 0", "sent_bytes", byte_text),
-    ("of these, control", "control_bytes", byte_text),
-    ("of these, modelled as a ring", "modelled_bytes", byte_text),
-    ("received by rank 0", "received_bytes", byte_text),
-    ("payload by the formula (8 B per entry)", "payload_bytes", byte_text),
-    ("a dense step (ring)", "dense_bytes", byte_text),
-    ("6k(P−1)/P words", "bound_6k_bytes", byte_text),
-    ("2k(P−1)/P words", "bound_2k_bytes", byte_text),
+    ("sent by rank 0", "sent_bytes", format_bytes),
+    ("of these, control", "control_bytes", format_bytes),
+    ("of these, modelled as a ring", "modelled_bytes", format_bytes),
+    ("received by rank 0", "received_bytes", format_bytes),
+    ("payload by the formula (8 B per entry)", "payload_bytes", format_bytes),
+    ("a dense step (ring)", "dense_bytes", format_bytes),
+    ("6k(P−1)/P words", "bound_6k_bytes", format_bytes),
+    ("2k(P−1)/P words", "bound_2k_bytes", format_bytes),
     ("messages sent by rank 0", "sent_messages", lambda x: f"{x:.3g}"),
-    ("step", "step_seconds", seconds_text),
+    ("step", "step_seconds", format_seconds),
     ("hidden share of the reductions' work", "hidden_work_share", percent),
 )
 
@@ -111,19 +109,19 @@ def phase_table(run: Mapping[str, Any]) -> str:
     ranks = max((len(means["sent_bytes_by_rank"] or ()) for means in phases.values()), default=0)
     for rank in range(min(ranks, 64)):
         sent = [_of_rank(means["sent_bytes_by_rank"], rank) for means in phases.values()]
-        rows.append([f"sent by rank {rank} (ended epochs)", *sent])
+        rows.append([f"sent by rank {rank} (finished epochs)", *sent])
     return "<h3>Means per step</h3>" + table(["", *phases], rows)
 
 
 def _stage(means: Mapping[str, Any], stage: str) -> str | None:
     if stage not in means["seconds"]:
         return None
-    hidden = f" (+ {seconds_text(means['hidden_seconds'][stage])} hidden)" if stage in WORK else ""
-    return seconds_text(means["seconds"][stage]) + hidden
+    hidden = f" (+ {format_seconds(means['hidden_seconds'][stage])} hidden)" if stage in WORK else ""
+    return format_seconds(means["seconds"][stage]) + hidden
 
 
 def _of_rank(ranks: Sequence[float] | None, rank: int) -> str | None:
-    return byte_text(ranks[rank]) if ranks is not None and rank < len(ranks) else None
+    return format_bytes(ranks[rank]) if ranks is not None and rank < len(ranks) else None
 
 
 def message_table(run: Mapping[str, Any]) -> str:
@@ -138,8 +136,8 @@ def message_table(run: Mapping[str, Any]) -> str:
             [
                 *(f"{kind['operation']}, {kind['stage']}", kind["phase"] or None),
                 remark + "control" * kind["control"] or None,
-                *(f"{kind['messages'] / steps:.3g}", byte_text(kind["bytes"] / steps), _or(byte_text, size)),
-                *(byte_text(kind["bytes"]), seconds_text(kind["seconds"] / steps)),
+                *(f"{kind['messages'] / steps:.3g}", format_bytes(kind["bytes"] / steps), _or(format_bytes, size)),
+                *(format_bytes(kind["bytes"]), format_seconds(kind["seconds"] / steps)),
             ]
         )
     head = ["operation, stage", "phase", "", "messages per step", "bytes per step", "mean size", "bytes in all"]
@@ -149,12 +147,12 @@ def message_table(run: Mapping[str, Any]) -> str:
 def skipped(run: Mapping[str, Any]) -> str:
     found = run["skipped"]
     if not found["count"]:
-        return "<h3>Skipped steps</h3><p>None: no step had a loss or gradient that is not finite.</p>"
+        return "<h3>Skipped steps</h3><p>None: all losses and gradients were finite.</p>"
     more = found["count"] - len(found["listed"])
     rows = [[one["step"], one["phase"] or None, one["culprits"] or "not known"] for one in found["listed"]]
     rest = f"<p>and {more:,} more</p>" if more else ""
     return (
-        f"<h3>Skipped steps: {found['count']:,}</h3>" + table(["step", "phase", "not finite"], rows, long=2) + rest
+        f"<h3>Skipped steps: {found['count']:,}</h3>" + table(["step", "phase", "non-finite"], rows, long=2) + rest
     )
 
 
@@ -162,8 +160,8 @@ def plan(run: Mapping[str, Any]) -> str:
     known = run["plan"]
     sentences = [known.get("sentence"), known.get("warning"), *known["volume"]]
     rows = [[name, plain(value)] for name, value in known.items() if name not in ("sentence", "warning", "volume")]
-    said = "".join(f"<p>{safe(sentence)}</p>" for sentence in sentences if sentence)
-    return "<h3>Plan</h3>" + (said or "<p>There is none.</p>") + (table(["", ""], rows) if rows else "")
+    texts = "".join(f"<p>{safe(sentence)}</p>" for sentence in sentences if sentence)
+    return "<h3>Plan</h3>" + (texts or "<p>There is none.</p>") + (table(["", ""], rows) if rows else "")
 
 
 def config(run: Mapping[str, Any]) -> str:
@@ -179,12 +177,12 @@ def finals(rows: Sequence[Mapping[str, Any]]) -> str:
         "steps": _column(rows, "steps", "{:,}".format),
         "last loss": _column(rows, "loss", "{:.4g}".format),
         **{name: _column([row["validation"] for row in rows], name, "{:.4g}".format) for name in validated},
-        "sent per step": _column(rows, "sent_bytes", byte_text),
+        "sent per step": _column(rows, "sent_bytes", format_bytes),
         "of dense": _column(rows, "of_dense", percent),
-        "time per step": _column(rows, "step_seconds", seconds_text),
+        "time per step": _column(rows, "step_seconds", format_seconds),
         "hidden": _column(rows, "hidden_work_share", percent),
-        "sent in all": _column(rows, "sent_so_far_bytes", byte_text),
-        "time in steps": _column(rows, "elapsed_seconds", seconds_text),
+        "sent in all": _column(rows, "sent_so_far_bytes", format_bytes),
+        "time in steps": _column(rows, "elapsed_seconds", format_seconds),
         "density sent": _column(rows, "local_density", percent),
         "phase": [row["phase"] for row in rows],
         "ranks": [row["world"] for row in rows],
@@ -192,8 +190,8 @@ def finals(rows: Sequence[Mapping[str, Any]]) -> str:
         "": ["" if row["finished"] else "not finished" for row in rows],
     }
     caption = (
-        "Means per step over the sparse phase, or the dense one if there was no other, times without its first "
-        "step. Bytes are those of rank 0."
+        "Means per step over the sparse phase, or over the dense one if there is no other; times leave out its "
+        "first step. Bytes are those of rank 0."
     )
     body = list(zip(*columns.values(), strict=True))
     return table(list(columns), body) + f'<p class="soft">{caption}</p>'

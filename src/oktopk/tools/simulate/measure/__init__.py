@@ -1,1 +1,1 @@
-"""What this machine and this network cost: kernels, coding, links."""
+"""Measure the costs of this machine: kernels, coding, links."""

@@ -1,4 +1,4 @@
-"""α and β of a link that exists, over connections like those of training: all ranks send to the next at once."""
+"""Measure α and β of a real link, over the same connections as training: all ranks send to the next at once."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from ..network import Network
 from .processes import run_all
 
 _TIMEOUT = 300.0
-_MODULE = "oktopk.tools.simulate.measure.shifts"
+_MODULE = "oktopk.tools.simulate.measure.link_times"
 
 
 def calibrate_lab(rate: str | None, ranks: int = 2) -> Network:
-    """Of hosts in network namespaces with links of this rate; needs root."""
+    """Measure between hosts in network namespaces with links of this rate; needs root."""
     with Lab(ranks, rate) as lab:
-        return in_lab(lab)
+        return calibrate_in(lab)
 
 
-def in_lab(lab: Lab) -> Network:
-    """Of a lab that is there."""
-    return _read(lab.run([sys.executable, "-m", _MODULE], timeout=_TIMEOUT)[0].stdout)
+def calibrate_in(lab: Lab) -> Network:
+    """Measure in an existing lab."""
+    return _parse(lab.run([sys.executable, "-m", _MODULE], timeout=_TIMEOUT)[0].stdout)
 
 
 def calibrate_loopback(ranks: int = 2) -> Network:
-    """Of this machine's loopback."""
+    """Measure on loopback."""
     with tempfile.TemporaryDirectory(prefix="oktopk-") as folder:
         shared = {
             "WORLD_SIZE": str(ranks),
             "GLOO_SOCKET_IFNAME": "lo",
-            "OKTOPK_MEETING": f"file://{folder}/meeting",
+            "OKTOPK_RENDEZVOUS": f"file://{folder}/rendezvous",
         }
         environments = [{**shared, "RANK": str(rank)} for rank in range(ranks)]
-        return _read(run_all(_MODULE, [], environments, _TIMEOUT)[0])
+        return _parse(run_all(_MODULE, [], environments, _TIMEOUT)[0])
 
 
-def _read(said: str) -> Network:
-    return Network(**json.loads(said))
+def _parse(output: str) -> Network:
+    return Network(**json.loads(output))

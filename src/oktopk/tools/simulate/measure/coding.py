@@ -1,4 +1,4 @@
-"""What it costs to encode, decode and add up messages: by the real code, in processor time."""
+"""Measure the CPU time to encode, decode and sum messages with the real code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEW, _REPEATS = 64, 25
 
 
 def time_coding(work: torch.Tensor, density: float) -> Prices:
-    """Seconds for each part of a message and for each entry in it, from parts of few and of many entries."""
+    """Measure seconds per part of a message and per entry, from parts with few and with many entries."""
     size = work.numel()
     many = min(size, max(2 * _FEW, int(size * density)))
     small, large = (_time_message(work, count) for count in (_FEW, many))
@@ -36,7 +36,7 @@ def time_coding(work: torch.Tensor, density: float) -> Prices:
 
 
 def _time_message(work: torch.Tensor, count: int) -> tuple[float, float]:
-    """Seconds to encode a message and to decode it."""
+    """Seconds to encode and to decode a message."""
     size, part = work.numel(), _entries(work, count)
     tag = Tag(0, 0, 0, 0, size, 0, size)
     message, _ = encode(part, tag, ValueCode.FP32)
@@ -49,7 +49,7 @@ def _time_scatter(work: torch.Tensor, count: int) -> float:
 
 
 def _entries(work: torch.Tensor, count: int) -> SparseVector:
-    """So many of them, all over the tensor."""
+    """A sparse vector with `count` entries at random positions."""
     size = work.numel()
     places = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].sort().values
     return SparseVector(places.to(torch.int32), torch.ones(count), size)

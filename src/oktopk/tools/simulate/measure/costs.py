@@ -1,7 +1,7 @@
-"""γ: what the work of a rank costs on this machine, measured with as many ranks at once as its cores will have.
+"""γ: measure the CPU time of a rank's work, with as many ranks at once as the cores will have.
 
-The timing is done by `timing.py`, in processes of its own. It is processor time; ranks that share a core compute
-at the same time, so that each takes as many times longer.
+`timing.py` measures CPU time in separate processes. Ranks that share a core compute at the same time, so each
+takes as many times longer.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from oktopk.tools.cores import own_cores
+from oktopk.tools.cores import available_cores
 
 from ..trace.replay import Prices
 from .processes import run_all
 
 _SMALLEST, _LARGEST = 1 << 12, 4_000_000
-"""Entries of the tensor that is timed; beyond the caches, time grows in proportion."""
+"""Limits on the entries of the timed tensor; beyond the caches, time is proportional to size."""
 _MOST_CORES = 8
 _TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a rank's step beyond the work that is recorded."""
+    """Seconds of a rank's step in addition to the recorded work."""
 
     before: float
-    """For each entry of the tensor, ahead of the first message: absorbing the gradient and selecting."""
+    """Per entry of the tensor, before the first message: accumulating the gradient and selecting."""
     after: float
-    """For each entry of the tensor: everything else."""
+    """Per entry of the tensor: everything else."""
     fixed: float = 0.0
-    """Whatever the size."""
+    """Independent of the size."""
     part: float = 0.0
-    """For each part of a message that is received."""
+    """Per received part of a message."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured."""
+    """The measured costs."""
 
     size: int
     ranks_per_core: int
     exact: dict[str, Step]
-    """By algorithm, a step that evaluates thresholds exactly."""
+    """By algorithm, for a step with exact thresholds."""
     steady: dict[str, Step]
     coding: Prices
 
@@ -58,12 +58,12 @@ class Costs:
 
 
 def measure(algorithms: Sequence[str], size: int, density: float, ranks_per_core: int = 1) -> Costs:
-    """Time the algorithms on as many processes at once as ranks would share the cores."""
+    """Time the algorithms on as many processes at once as there will be ranks on the cores."""
     size = max(_SMALLEST, min(size, _LARGEST))
-    cores = min(len(own_cores()), _MOST_CORES)
+    cores = min(len(available_cores()), _MOST_CORES)
     task = json.dumps({"algorithms": list(algorithms), "size": size, "density": density, "cores": cores})
-    said = run_all("oktopk.tools.simulate.measure.timing", [task], [{}] * cores * ranks_per_core, _TIMEOUT)
-    found = [json.loads(words) for words in said]
+    outputs = run_all("oktopk.tools.simulate.measure.timing", [task], [{}] * cores * ranks_per_core, _TIMEOUT)
+    found = [json.loads(output) for output in outputs]
 
     def middle(figures: Sequence[dict[str, float]]) -> dict[str, float]:
         return {name: ranks_per_core * statistics.median(one[name] for one in figures) for name in figures[0]}

@@ -1,10 +1,10 @@
-"""One process that times the work of ranks; `costs.py` runs as many at once as the cores will have ranks.
+"""Time the work of ranks in one process; `costs.py` runs as many at once as the cores will have ranks.
 
     python -m oktopk.tools.simulate.measure.timing TASK
 
-It times the real code: the coding of messages, and whole steps of a few ranks, which are threads that take turns.
-What a step takes beyond the work that `trace.py` records is what the replay cannot know. Time is that of the
-processor, so that other programs do not count. What it found is JSON on stdout.
+It times the real code: the coding of messages, and whole steps of a few ranks, as threads that run in turn. The
+result is the time of a step beyond its recorded work, which the replay cannot know. It is CPU time, so that other
+programs do not count. The output is JSON on stdout.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import Communicator, run_threads
 from oktopk.tools.bench.gradients import Gradients
 
-from ..trace.format import DECODE, WORK, Recorded, Trace
-from ..trace.processor import Outside, ProcessorWatch
-from ..trace.record import AGE, Reducing, finished, own_gradients
+from ..trace.format import DECODE, WORK, RecordingCommunicator, Trace
+from ..trace.processor import ProcessorWatch, TransportTimer
+from ..trace.record import AGE, RankReducer, finish_trace, rank_gradients
 from ..trace.replay import Prices
 from .coding import time_coding
 from .costs import Step
 
 _STEPS, _SKIPPED = 9, 2
 _RANKS = 4
-"""A rank that is alone has the whole tensor for its region, which no rank has when there are several."""
+"""More than one rank: a single rank would have the whole tensor as its region."""
 _FEW, _MANY = 2, 8
-"""Ranks of small steps, which tell what a step costs whatever its size, and what each part it receives."""
+"""Ranks of small steps, which give the fixed cost of a step and the cost per received part."""
 _SMALL, _SMALL_DENSITY = 1 << 12, 0.05
 _TIMEOUT = 600.0
 
@@ -56,17 +56,17 @@ def main(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """A step of one rank: seconds of the processor, and how many parts of messages it has decoded."""
+class StepCost:
+    """One step of one rank: CPU seconds, and the number of decoded message parts."""
 
     select: float
     rest: float
-    """Beyond selecting, the transport, and recorded work at its prices."""
+    """Seconds besides selection, transport, and recorded work at its prices."""
     parts: float
 
 
 def time_step(algorithm: Algorithm, gradients: Gradients, density: float, coding: Prices) -> Step:
-    """What steps of small tensors cost is there for large ones too; what these cost more, grows with the size."""
+    """Separate fixed and proportional cost: small steps give the fixed part, large steps the rest."""
     small = Gradients(_SMALL, 0)
     few, many = (time_ranks(algorithm, ranks, small, _SMALL_DENSITY, coding) for ranks in (_FEW, _MANY))
     large = time_ranks(algorithm, _RANKS, gradients, density, coding)
@@ -81,33 +81,35 @@ def time_step(algorithm: Algorithm, gradients: Gradients, density: float, coding
     )
 
 
-def time_ranks(algorithm: Algorithm, world: int, drawn: Gradients, density: float, coding: Prices) -> Spent:
-    """The median over steps, and the mean over ranks."""
+def time_ranks(algorithm: Algorithm, world: int, drawn: Gradients, density: float, coding: Prices) -> StepCost:
+    """Time steps on `world` ranks: median over steps, mean over ranks."""
 
-    def rank(comm: Communicator) -> list[Spent]:
+    def rank(comm: Communicator) -> list[StepCost]:
         with torch.no_grad():
-            recorded = Recorded(comm)
-            outside = Outside(recorded)
-            reducing = Reducing(outside, algorithm, own_gradients(drawn, comm.rank), density)
+            recorded = RecordingCommunicator(comm)
+            outside = TransportTimer(recorded)
+            reducing = RankReducer(outside, algorithm, rank_gradients(drawn, comm.rank), density)
             reducing.age(AGE)
-            return [_spent(reducing, recorded, outside, AGE + step, coding) for step in range(_STEPS)]
+            return [_time_one_step(reducing, recorded, outside, AGE + step, coding) for step in range(_STEPS)]
 
     by_rank = run_threads(world, rank, _TIMEOUT, in_turns=True)
     medians = [map(statistics.median, zip(*map(astuple, steps[_SKIPPED:]), strict=True)) for steps in by_rank]
-    return Spent(*map(statistics.mean, zip(*medians, strict=True)))
+    return StepCost(*map(statistics.mean, zip(*medians, strict=True)))
 
 
-def _spent(reducing: Reducing, recorded: Recorded, outside: Outside, step: int, coding: Prices) -> Spent:
+def _time_one_step(
+    reducing: RankReducer, recorded: RecordingCommunicator, outside: TransportTimer, step: int, coding: Prices
+) -> StepCost:
     reducing.prepare(step)
     watch, start = ProcessorWatch(), time.thread_time()
     reduction = reducing.reduce(step, watch)
     own = time.thread_time() - start - outside.take()
-    trace, select = finished(recorded, reduction), watch.seconds("select")
-    return Spent(select, own - select - priced(trace, coding), _parts_decoded(trace))
+    trace, select = finish_trace(recorded, reduction), watch.seconds("select")
+    return StepCost(select, own - select - price_work(trace, coding), _parts_decoded(trace))
 
 
-def priced(trace: Trace, coding: Prices) -> float:
-    """What the recorded work comes to; the replay adds it again, for any number of ranks."""
+def price_work(trace: Trace, coding: Prices) -> float:
+    """Seconds of the recorded work; the replay adds it again for any number of ranks."""
     return sum(coding.work(*event[:3]) for event in trace.events() if event[0] in WORK)
 
 

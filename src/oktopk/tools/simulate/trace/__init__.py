@@ -1,1 +1,1 @@
-"""Communication recorded from a real run, and replayed at another scale."""
+"""Record the messages of real steps, and replay them at another scale."""

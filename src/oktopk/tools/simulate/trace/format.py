@@ -1,17 +1,18 @@
-"""What one rank does in a step, as the communicator sees it: messages, waits, and the work in between.
+"""Record what one rank does in a step, as its communicator sees it: messages, waits, and the work in between.
 
-`Recorded` wraps any communicator and passes everything on. What it writes down is small: an event is five
-integers, so that a million messages fit into memory.
+`RecordingCommunicator` wraps any communicator. An event is six integers, so that a million messages fit into
+memory.
 
-    SEND       peer, bytes, parts, entries, span     parts of the wire format in the message, their entries and
-                                                     the length of the regions these lie in
-    CONTROL    peer, bytes                           a send of what does not grow with the tensor
+    SEND       peer, bytes, parts, entries, span     parts of the wire format in the message, their entries, and
+    the
+                                                     total length of their regions
+    CONTROL    peer, bytes                           a message whose size does not grow with the tensor
     RECEIVE    peer                                  wait for the next message of that peer
     FLUSH      number                                wait until that send of the step has left
-    RING       entries, bytes of one, control        a library's allreduce
-    ENCODE     parts, entries                        work, priced by what was measured elsewhere
+    RING       entries, bytes of one, control        the library's all-reduce
+    ENCODE     parts, entries                        work, with prices measured elsewhere
     DECODE     parts, entries
-    ADD        0, entries                            of sparse vectors that are added up to the result
+    ADD        0, entries                            entries of sparse vectors added to the result
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from oktopk.wire.message import HEADER_BYTES, MAGIC
 SEND, CONTROL, RECEIVE, FLUSH, RING, ENCODE, DECODE, ADD = range(8)
 WORK = (ENCODE, DECODE, ADD)
 FIELDS = 6
-"""Integers of an event: its kind and five more."""
+"""Integers per event: its kind and five values."""
 
 _LENGTH = struct.Struct("<Q")
 _HEADER = struct.Struct("<16x4s16xI16xQQ")
-"""Of a message: magic, sender, span of its region, number of entries."""
+"""Fields of a message header: magic, sender, span of its region, number of entries."""
 
-_PASSED_ON = ("all_gather", "broadcast")
-"""Operations that encode a rank's message once and send it several times."""
+_ENCODED_ONCE = ("all_gather", "broadcast")
+"""Operations that encode a message once and send it several times."""
 
 _MERGED = ("recv",)
-"""Operations whose message is merged with what is there."""
+"""Operations whose message is merged into the receiver's data."""
 
 Part = tuple[int, int, int]
 """Sender, entries, span."""
@@ -53,13 +54,13 @@ class Trace:
         self.numbers = array("q")
 
     def add(self, kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0) -> int:
-        """Returns the place of the event."""
+        """Add an event; returns its position."""
         place = len(self.numbers)
         self.numbers.extend((kind, a, b, c, d, e))
         return place
 
     def add_work(self, place: int, parts: int, entries: int) -> None:
-        """More for an event of work that is there already."""
+        """Add work to an existing event."""
         self.numbers[place + 1] += parts
         self.numbers[place + 2] += entries
 
@@ -69,7 +70,7 @@ class Trace:
 
 
 def parts_of(message: Tensor) -> list[Part]:
-    """The parts in the wire format that a message holds, one or several end to end; none if it has no such."""
+    """The parts of a message in the wire format, one or several; empty for another kind of message."""
     data = message.numpy().data
     if part := _part(data, 0):
         return [part]
@@ -87,8 +88,8 @@ def _part(data: memoryview, at: int) -> Part | None:
     return (sender, entries, span) if magic == MAGIC else None
 
 
-class Recorded(Wrapped):
-    """Wraps any communicator; `take()` gives what was done since the last call."""
+class RecordingCommunicator(Wrapped):
+    """Wraps a communicator and records its events; take() returns those since the last call."""
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.world, inner.timeout)
@@ -106,7 +107,7 @@ class Recorded(Wrapped):
         parts = [] if operation.control else parts_of(message)
         own = [entries for sender, entries, _ in parts if sender == self.rank]
         self._begin(operation)
-        if not (self._encoded and operation.name in _PASSED_ON):
+        if not (self._encoded and operation.name in _ENCODED_ONCE):
             self._trace.add_work(self._encoding, len(own), sum(own))
             self._encoded = self._encoded or bool(own)
         if operation.control:
@@ -128,50 +129,50 @@ class Recorded(Wrapped):
 
     @contextmanager
     def measure(self, operation: Operation) -> Iterator[None]:
-        """What an operation received is decoded after it, not between its messages."""
+        """Record decoding after an operation, not between its messages."""
         with self.inner.measure(operation):
             yield
         if any(self._to_decode):
             self._trace.add(DECODE, *self._to_decode)
             if operation.name in _MERGED:
-                self.added(self._to_decode[1])
+                self.record_add(self._to_decode[1])
             self._to_decode = [0, 0]
-        if operation.name in _PASSED_ON:
+        if operation.name in _ENCODED_ONCE:
             self._operation = None
 
-    def arrived(self, message: Tensor, peer: int, operation: Operation) -> None:
+    def record_receive(self, message: Tensor, peer: int, operation: Operation) -> None:
         self._trace.add(RECEIVE, peer)
         for _, entries, _ in [] if operation.control else parts_of(message):
             self._to_decode[0] += 1
             self._to_decode[1] += entries
 
-    def added(self, entries: int) -> None:
+    def record_add(self, entries: int) -> None:
         self._trace.add(ADD, 0, entries)
 
-    def sent(self, number: int) -> None:
+    def record_flush(self, number: int) -> None:
         self._trace.add(FLUSH, number)
 
     def _begin(self, operation: Operation) -> None:
-        """All messages of an operation are encoded before its first is sent."""
+        """Start an operation; it encodes all its messages before it sends the first."""
         if operation != self._operation:
             self._operation, self._encoded = operation, False
             self._encoding = self._trace.add(ENCODE, 0, 0)
 
 
 class _Sending:
-    def __init__(self, comm: Recorded, pending: Pending, number: int) -> None:
+    def __init__(self, comm: RecordingCommunicator, pending: Pending, number: int) -> None:
         self.comm, self.pending, self.number = comm, pending, number
 
     def wait(self, deadline: float) -> Tensor:
-        self.comm.sent(self.number)
+        self.comm.record_flush(self.number)
         return self.pending.wait(deadline)
 
 
 class _Receiving:
-    def __init__(self, comm: Recorded, pending: Pending, peer: int, operation: Operation) -> None:
+    def __init__(self, comm: RecordingCommunicator, pending: Pending, peer: int, operation: Operation) -> None:
         self.comm, self.pending, self.peer, self.operation = comm, pending, peer, operation
 
     def wait(self, deadline: float) -> Tensor:
         message = self.pending.wait(deadline)
-        self.comm.arrived(message, self.peer, self.operation)
+        self.comm.record_receive(message, self.peer, self.operation)
         return message

@@ -1,4 +1,4 @@
-"""Time of the processor: what a thread takes in its stages, and what of it goes into the transport."""
+"""Measure CPU time: of a thread's stages, and of its communication."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from torch import Tensor
 
 from oktopk.comm import Communicator, Pending
-from oktopk.metrics.events import Span
-from oktopk.metrics.stopwatch import Stage, Stopwatch
-from oktopk.metrics.traffic import Operation
+from oktopk.metrics.traffic import Operation, Span, Stage, Stopwatch
 
 
 class _ProcessorStage(Stage):
@@ -25,14 +23,14 @@ class _ProcessorStage(Stage):
 
 
 class ProcessorWatch(Stopwatch):
-    """A stopwatch that stands still while its thread does."""
+    """A stopwatch of the thread's CPU time."""
 
     def stage(self, name: str) -> Stage:
         return _ProcessorStage(self.spans, name)
 
 
-class Outside(Communicator):
-    """Wraps any communicator and adds up the time that a rank is in it; `take()` gives it, since the last call."""
+class TransportTimer(Communicator):
+    """Wraps a communicator and sums the CPU time spent in it; take() returns the time since the last call."""
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.world, inner.timeout)
@@ -43,31 +41,31 @@ class Outside(Communicator):
         return taken
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
         start = time.thread_time()
         yield
         self._seconds += time.thread_time() - start
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> Pending:
-        with self.entered():
-            return _Waiting(self, self.inner.post_send(message, peer, operation))
+        with self.timed():
+            return _TimedPending(self, self.inner.post_send(message, peer, operation))
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> Pending:
-        with self.entered():
-            return _Waiting(self, self.inner.post_recv(capacity, peer, operation))
+        with self.timed():
+            return _TimedPending(self, self.inner.post_recv(capacity, peer, operation))
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
-        with self.entered():
+        with self.timed():
             self.inner.all_reduce_(x, phase, control=control)
 
     def measure(self, operation: Operation) -> AbstractContextManager[None]:
         return self.inner.measure(operation)
 
 
-class _Waiting:
-    def __init__(self, outside: Outside, pending: Pending) -> None:
-        self.outside, self.pending = outside, pending
+class _TimedPending:
+    def __init__(self, timer: TransportTimer, pending: Pending) -> None:
+        self.timer, self.pending = timer, pending
 
     def wait(self, deadline: float) -> Tensor:
-        with self.outside.entered():
+        with self.timer.timed():
             return self.pending.wait(deadline)

@@ -1,4 +1,4 @@
-"""Real reductions on ranks that are threads of this process, and what they said to each other."""
+"""Run real reductions on ranks that are threads of this process, and record their messages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from oktopk.algorithms.base import reduce_step
 from oktopk.algorithms.selection import target_count
 from oktopk.comm import Communicator, alone, run_threads
 from oktopk.feedback.accumulator import Accumulator
-from oktopk.metrics.stopwatch import Stopwatch
+from oktopk.metrics.traffic import Stopwatch
 from oktopk.tools.bench.gradients import Gradients
 from oktopk.wire.sparse_comm import SparseCommunicator
 
-from .format import Recorded, Trace
+from .format import RecordingCommunicator, Trace
 
 _TIMEOUT = 1200.0
-"""Seconds that a rank may wait for a message: all others may have to work, one by one, before it comes."""
+"""Seconds that a rank waits for a message: all others may run first, one by one."""
 AGE = 8
-"""Steps that a rank goes alone before it is recorded or timed."""
+"""Steps that a rank does alone before recording or timing starts."""
 
 
-class Reducing:
-    """One rank that reduces gradients step by step, as a lane of the library does."""
+class RankReducer:
+    """One rank that reduces one bucket of gradients step by step, as the engine does."""
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, gradients: Gradients, density: float) -> None:
         self.comm, self.algorithm, self.gradients, self.density = comm, algorithm, gradients, density
@@ -39,17 +39,17 @@ class Reducing:
         self.gradient = gradients.buffer
 
     def age(self, steps: int) -> None:
-        """Go some steps alone. In the first steps of all, residuals and thresholds grow as they never do later."""
+        """Do some steps alone, because residuals and thresholds grow unusually fast in the first steps."""
         if self.residual is None:
             return
-        lonely = Reducing(alone(), TopkA(), self.gradients, self.density)
-        lonely.residual = self.residual
+        single = RankReducer(alone(), TopkA(), self.gradients, self.density)
+        single.residual = self.residual
         for step in range(steps):
-            lonely.prepare(step)
-            lonely.reduce(step)
+            single.prepare(step)
+            single.reduce(step)
 
     def prepare(self, step: int) -> None:
-        """What is not part of the reduction."""
+        """Draw the gradient of a step, which is not part of the reduction."""
         self.gradient = self.gradients.at(step)
 
     def reduce(self, step: int, stopwatch: Stopwatch | None = None) -> Reduction:
@@ -61,8 +61,8 @@ class Reducing:
         return reduction
 
 
-def own_gradients(drawn: Gradients, rank: int) -> Gradients:
-    """A rank's gradients out of one draw: it looks at it through windows of its own, so memory is needed once."""
+def rank_gradients(drawn: Gradients, rank: int) -> Gradients:
+    """A rank's gradients from a shared draw, through its own windows, so that memory is needed once."""
     own = copy(drawn)
     generator = torch.Generator().manual_seed(rank)
     own.offsets = torch.randint(0, drawn.buffer.numel(), (len(drawn.offsets),), generator=generator).tolist()
@@ -70,15 +70,15 @@ def own_gradients(drawn: Gradients, rank: int) -> Gradients:
     return own
 
 
-def finished(recorded: Recorded, reduction: Reduction) -> Trace:
-    """The trace of a step that is done; its result has been added up as well."""
-    recorded.added(sum(map(len, reduction.parts)))
+def finish_trace(recorded: RecordingCommunicator, reduction: Reduction) -> Trace:
+    """Finish the trace of a step; also records the summation of its result."""
+    recorded.record_add(sum(map(len, reduction.parts)))
     return recorded.take()
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The traces of all ranks: in the first step, which evaluates thresholds exactly, and in later ones."""
+    """The traces of all ranks, for the first step, which has exact thresholds, and for later ones."""
 
     size: int
     k: int
@@ -89,17 +89,17 @@ class Recording:
 def record(
     algorithm: Algorithm, world: int, drawn: Gradients, density: float, *, skipped: int = 1, steady: int = 3
 ) -> Recording:
-    """Run the first step, `skipped` ones that count for nothing, and `steady` ones."""
+    """Record the first step, skip `skipped` steps, and record `steady` more."""
 
     def rank(comm: Communicator) -> list[Trace]:
         with torch.no_grad():
-            recorded = Recorded(comm)
-            reducing = Reducing(recorded, algorithm, own_gradients(drawn, comm.rank), density)
+            recorded = RecordingCommunicator(comm)
+            reducing = RankReducer(recorded, algorithm, rank_gradients(drawn, comm.rank), density)
             reducing.age(AGE)
             traces = []
             for step in range(1 + skipped + steady):
                 reducing.prepare(AGE + step)
-                trace = finished(recorded, reducing.reduce(AGE + step))
+                trace = finish_trace(recorded, reducing.reduce(AGE + step))
                 if step == 0 or step > skipped:
                     traces.append(trace)
             return traces
@@ -113,7 +113,7 @@ def record(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Each rank would start as many threads as there are cores."""
+    """Limit torch to one thread: each rank would start as many as there are cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

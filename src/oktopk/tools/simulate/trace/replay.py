@@ -1,7 +1,7 @@
-"""How long a recorded step takes on a network: a discrete-event replay of what each rank did.
+"""Replay a recorded step on the network model, as a discrete-event simulation.
 
-Every rank has a clock, and a link with two directions. A rank goes through its events until it has to wait for a
-message. Messages reach the links of their receivers in the order of time, and take their turn there.
+Every rank has a clock and a full-duplex link. A rank processes its events until it has to wait for a message.
+Messages reach the link of their receiver in order of time, and queue there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .sizes import Scale
 
 @dataclass(frozen=True)
 class Prices:
-    """γ: what work costs one rank, in seconds."""
+    """γ: the costs of a rank's work, in seconds."""
 
     before: float = 0.0
-    """Ahead of the first message: absorbing the gradient and selecting."""
+    """Before the first message: accumulating the gradient and selecting."""
     after: float = 0.0
     """After the last message: the residual and the result."""
     encode_part: float = 0.0
@@ -33,10 +33,10 @@ class Prices:
     scatter_entry: float = 0.0
     """Adding an entry of a sparse vector to a dense one."""
     add_entry: float = 0.0
-    """Adding up dense vectors, in the library's allreduce."""
+    """Adding an entry of a dense vector, in the library's all-reduce."""
 
     def work(self, kind: int, parts: int, entries: float) -> float:
-        """Of one recorded event."""
+        """The cost of one recorded event."""
         if kind == ENCODE:
             return parts * self.encode_part + entries * self.encode_entry
         if kind == DECODE:
@@ -45,30 +45,30 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """A step. What was sent and what was worked is the mean over ranks."""
+class ReplayedStep:
+    """The result of a replayed step; bytes and work are means over ranks."""
 
     seconds: float
-    """Until the last rank is done; all start together."""
+    """Time until the last rank finishes; all start together."""
     work_seconds: float
     sent_bytes: float
     control_bytes: float
     words: float
-    """Of four bytes if an index were one word, without control."""
+    """Words of four bytes, with one word per index, without control messages."""
     messages: float
 
 
 class _Rank:
-    """Where a rank is, and when its link is free again."""
+    """The state of a rank, and when its link is free."""
 
     def __init__(self, trace: Trace, start: float) -> None:
         self.events = trace.events()
         self.clock = self.work = start
         self.outgoing = self.incoming = 0.0
         self.left: list[float] = []
-        """When each of its sends has left it."""
+        """When each of its sends left."""
         self.arrived: dict[int, deque[float]] = {}
-        """When messages that nobody has waited for yet were there, by source."""
+        """Arrival times of messages not yet received, by source."""
         self.waits_for: int | None = None
         self.done = False
 
@@ -77,8 +77,8 @@ class _Rank:
         self.work += seconds
 
 
-def replay(traces: Sequence[Trace], scale: Scale, network: Network, prices: Prices) -> Replayed:
-    """One step, from the traces of all its ranks."""
+def replay(traces: Sequence[Trace], scale: Scale, network: Network, prices: Prices) -> ReplayedStep:
+    """Replay one step from the traces of all its ranks."""
     return _Replay(traces, scale, network, prices).run()
 
 
@@ -90,19 +90,19 @@ class _Replay:
         self.bytes = self.control = self.words = 0.0
         self.messages = 0
         self.under_way: list[tuple[float, int, int, int, float]] = []
-        """A heap: when a message comes to its receiver's link, its number, source, destination, and size."""
+        """A heap of messages: arrival at the receiver's link, number, source, destination, and size."""
         self.in_ring: list[int] = []
 
-    def run(self) -> Replayed:
+    def run(self) -> ReplayedStep:
         for number in range(self.world):
-            self._go_on(number)
+            self._advance(number)
         while self.under_way:
             time, _, source, destination, size = heapq.heappop(self.under_way)
             self._deliver(time, source, destination, size)
         stuck = [number for number, rank in enumerate(self.ranks) if not rank.done]
         if stuck:
             raise SimulationError(f"the recorded step does not end: rank {stuck[0]} waits for a message")
-        return Replayed(
+        return ReplayedStep(
             seconds=max(rank.clock for rank in self.ranks),
             work_seconds=sum(rank.work for rank in self.ranks) / self.world,
             sent_bytes=(self.bytes + self.control) / self.world,
@@ -111,8 +111,8 @@ class _Replay:
             messages=self.messages / self.world,
         )
 
-    def _go_on(self, number: int) -> None:
-        """Do what a rank does until it waits for a message."""
+    def _advance(self, number: int) -> None:
+        """Process the events of a rank until it waits for a message."""
         rank = self.ranks[number]
         for kind, *numbers in rank.events:
             if kind == RECEIVE:
@@ -151,10 +151,10 @@ class _Replay:
         rank.incoming = max(time, rank.incoming) + size / self.network.bandwidth
         rank.arrived.setdefault(source, deque()).append(rank.incoming)
         if rank.waits_for == source and self._receive(rank, source):
-            self._go_on(destination)
+            self._advance(destination)
 
     def _receive(self, rank: _Rank, source: int) -> bool:
-        """Whether the next message of that source is there; if not, the rank waits for it."""
+        """Receive the next message of that source; returns False if the rank has to wait for it."""
         queue = rank.arrived.get(source)
         if queue is None:
             rank.waits_for = source
@@ -167,7 +167,7 @@ class _Replay:
         return True
 
     def _join_ring(self, number: int, entries: int, width: int, control: int) -> bool:
-        """A library's allreduce: whether all ranks have come to it, so that it can be gone through."""
+        """Join the library's all-reduce; returns whether all ranks have joined, so that it is done."""
         if self.world == 1:
             return True
         self.in_ring.append(number)
@@ -185,22 +185,22 @@ class _Replay:
             self.words += moved / 4
         for other in range(self.world):
             if other != number:
-                self._go_on(other)
+                self._advance(other)
         return True
 
     def _ring(self, entries: int, width: int) -> None:
-        """Reduce-scatter, then all-gather: in each of 2(P-1) rounds a P-th of it goes to the next rank."""
+        """Reduce-scatter, then all-gather: in each of 2(P-1) rounds 1/P of the data goes to the next rank."""
         ranks = self.ranks
         clock, outgoing, incoming = (
             np.array([getattr(rank, name) for rank in ranks]) for name in ("clock", "outgoing", "incoming")
         )
         seconds = entries / self.world * width / self.network.bandwidth
         adding = entries / self.world * self.prices.add_entry
-        for turn in range(2 * (self.world - 1)):
+        for round_ in range(2 * (self.world - 1)):
             start = np.maximum(clock + self.overhead, outgoing)
             outgoing = start + seconds
             incoming = np.maximum(np.roll(start, 1) + self.network.latency, incoming) + seconds
-            clock = np.maximum(clock, incoming) + self.overhead + (adding if turn < self.world - 1 else 0.0)
+            clock = np.maximum(clock, incoming) + self.overhead + (adding if round_ < self.world - 1 else 0.0)
         for rank, now, out, in_ in zip(ranks, clock.tolist(), outgoing.tolist(), incoming.tolist(), strict=True):
             rank.clock, rank.outgoing, rank.incoming = now, out, in_
             rank.work += (self.world - 1) * (adding + 4 * self.overhead)

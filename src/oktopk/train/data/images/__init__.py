@@ -1,1 +1,1 @@
-"""CIFAR-10, folders of images, and the embedded patterns."""
+"""CIFAR-10, folders of images, and generated images."""

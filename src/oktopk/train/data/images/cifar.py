@@ -1,4 +1,4 @@
-"""CIFAR-10 in its binary form, and how to get it from an archive of JPEG files."""
+"""Read CIFAR-10 in its binary form, or convert an archive of JPEG files to it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from oktopk.utils.files import read_regular, write_atomically
 
-from ..problems import DataError, Problem, listing
+from ..problems import DataError, Problem, format_problems
+from .dataset import InMemoryImages, Scale
 from .folders import ENDINGS, pixels_of, read_rgb
-from .pictures import Pictures, Scale
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ FOLDER = "cifar-10-batches-bin"
 _SIDE = 32
 _RECORD = 1 + 3 * _SIDE * _SIDE  # the label, then red, green and blue row by row
 _LARGEST = 1 << 20  # no picture of 32×32 has a megabyte
-_SMALLEST = 32  # tarfile stumbles over the head of a gzip file that is cut off
+_SMALLEST = 32  # tarfile fails on a truncated gzip header
 
 Images: TypeAlias = NDArray[np.uint8]  # [n, 3, 32, 32]
 Labels: TypeAlias = NDArray[np.int64]  # [n]
@@ -54,18 +54,18 @@ class _Entry:
     content: bytes
 
 
-def read_cifar(folder: str | os.PathLike[str], seed: int = 0) -> tuple[Pictures, Pictures]:
-    """Training and test images, from the folder or the `cifar-10-batches-bin` in it."""
+def read_cifar(folder: str | os.PathLike[str], seed: int = 0) -> tuple[InMemoryImages, InMemoryImages]:
+    """Read training and test images from the folder, or from `cifar-10-batches-bin` in it."""
     root = _root(Path(folder))
     parts = [_read_file(root / name) for name in TRAIN_FILES]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return Pictures(images, labels, seed), Pictures(*_read_file(root / TEST_FILE))
+    return InMemoryImages(images, labels, seed), InMemoryImages(*_read_file(root / TEST_FILE))
 
 
 def write_cifar(
     folder: str | os.PathLike[str], images: Images, labels: Labels, test_images: Images, test_labels: Labels
 ) -> None:
-    """The six files; each is either whole or not there, and the test images come last."""
+    """Write the six files atomically, the test images last."""
     if len(images) < len(TRAIN_FILES) or len(test_images) == 0:
         raise DataError(f"{len(images)} + {len(test_images)} images are too few: each of the six files needs one")
     records, test_records = _records(images, labels), _records(test_images, test_labels)
@@ -79,15 +79,15 @@ def import_cifar(
     destination: str | os.PathLike[str],
     progress: Callable[[int, int], None] | None = None,
 ) -> ImportSummary:
-    """Write the binary files from `{train,test}/<class>/*.jpg`, in an archive or the folder unpacked from it.
+    """Convert `{train,test}/<class>/*.jpg`, in an archive or a folder, to the binary files.
 
-    Images that cannot be used are listed in the summary, the rest is kept. `progress` is called with how many
-    images are done and how many there are.
+    The summary lists images that cannot be used; all others are kept. `progress` is called with the number of
+    images done and the total.
     """
     source, destination = Path(source), Path(destination)
     problems: list[Problem] = []
     found = _entries(source, problems)
-    # The classes take turns, so that each of the five files has all of them.
+    # Interleave the classes, so that each of the five files has all of them.
     found.sort(key=lambda entry: (PurePosixPath(entry.name).name, entry.label))
     kept: dict[str, list[tuple[NDArray[np.uint8], int]]] = {"train": [], "test": []}
     for done, entry in enumerate(found, 1):
@@ -100,17 +100,18 @@ def import_cifar(
     _check_kept(source, {split: len(rows) for split, rows in kept.items()}, problems)
     write_cifar(destination, *_arrays(kept["train"]), *_arrays(kept["test"]))
     if problems:
-        log.warning("%s: %d images were left out\n%s", source, len(problems), listing(problems))
+        log.warning("%s: %d images were left out\n%s", source, len(problems), format_problems(problems))
     return ImportSummary(destination, len(kept["train"]), len(kept["test"]), tuple(problems))
 
 
 def _check_kept(source: Path, counts: dict[str, int], problems: Sequence[Problem]) -> None:
-    """Before anything is written: five images for the five training files, and one to test with."""
+    """Require one image for each of the five training files and the test file, before anything is written."""
     if counts["train"] >= len(TRAIN_FILES) and counts["test"] >= 1:
         return
     raise DataError(
         f"{source}: {counts['train']} training and {counts['test']} test images are not CIFAR-10; it must hold "
-        "{train,test}/<class>/*.jpg (the published binary archive only needs to be unpacked)\n" + listing(problems)
+        "{train,test}/<class>/*.jpg (the published binary archive only needs to be unpacked)\n"
+        + format_problems(problems)
     )
 
 
@@ -136,7 +137,7 @@ def _read_file(path: Path) -> tuple[Images, Labels]:
         raise DataError(f"{path}: {error.strerror or error}") from error
     if len(content) == 0 or len(content) % _RECORD:
         raise DataError(
-            f"{path}: {len(content):,} bytes are not whole records of {_RECORD:,}; the file is cut off or not "
+            f"{path}: {len(content):,} bytes are not whole records of {_RECORD:,}; the file is truncated or not "
             "CIFAR-10: unpack or import it again"
         )
     records = content.reshape(-1, _RECORD)
@@ -144,7 +145,7 @@ def _read_file(path: Path) -> tuple[Images, Labels]:
     if len(wrong):
         label = records[wrong[0], 0]
         raise DataError(
-            f"{path}: record {wrong[0]} has the label {label}, which must be below {len(CLASSES)}; the file is "
+            f"{path}: record {wrong[0]} has label {label}, expected a label below {len(CLASSES)}; the file is "
             "damaged or not CIFAR-10: unpack or import it again"
         )
     return np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, _SIDE, _SIDE), records[:, 0].astype(np.int64)
@@ -170,7 +171,7 @@ def _arrays(rows: Sequence[tuple[NDArray[np.uint8], int]]) -> tuple[Images, Labe
 
 
 def _entries(source: Path, problems: list[Problem]) -> list[_Entry]:
-    """All images, still encoded: about a kilobyte each."""
+    """Read all images, still encoded: about a kilobyte each."""
     if source.is_dir():
         return list(_from_folder(source, problems))
     if not source.is_file():
@@ -178,16 +179,16 @@ def _entries(source: Path, problems: list[Problem]) -> list[_Entry]:
     try:
         return list(_from_archive(source, problems))
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        raise DataError(f"{source}: not a whole tar archive: {error}") from error
+        raise DataError(f"{source}: incomplete or damaged tar archive: {error}") from error
 
 
 def _from_archive(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
-    """Read once from front to back: xz cannot seek. Nothing is unpacked, so no name can lead anywhere."""
+    """Read the archive in one pass, because xz cannot seek. Nothing is unpacked, so names are harmless."""
     if source.stat().st_size < _SMALLEST:
-        raise tarfile.ReadError("it is cut off")
+        raise tarfile.ReadError("truncated")
     with tarfile.open(source, "r|*") as archive:
         for member in archive:
-            place = None if member.isdir() else _place(member.name, problems)
+            place = None if member.isdir() else _split_and_label(member.name, problems)
             if place is None:
                 continue
             content = archive.extractfile(member) if member.isreg() and member.size <= _LARGEST else None
@@ -195,14 +196,14 @@ def _from_archive(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
                 problems.append(Problem(member.name, f"not a regular file of at most {_LARGEST:,} bytes"))
                 continue
             yield _Entry(member.name, *place, content.read())
-        # tarfile takes a head that is cut off, or missing, for the end; the end is a whole block of zeros.
+        # tarfile takes a truncated or missing header for the end; a real end is a block of zeros.
         if archive.fileobj is None or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE:
-            raise tarfile.ReadError("it is cut off")
+            raise tarfile.ReadError("truncated")
 
 
 def _from_folder(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
     for path in sorted(source.rglob("*")):
-        place = None if path.is_dir() else _place(path.relative_to(source).as_posix(), problems)
+        place = None if path.is_dir() else _split_and_label(path.relative_to(source).as_posix(), problems)
         if place is None:
             continue
         try:
@@ -211,8 +212,8 @@ def _from_folder(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
             problems.append(Problem(str(path), error.strerror or str(error)))
 
 
-def _place(name: str, problems: list[Problem]) -> tuple[str, int] | None:
-    """Split and label of an image, from the two folders it is in."""
+def _split_and_label(name: str, problems: list[Problem]) -> tuple[str, int] | None:
+    """Split and label of an image, from the two folders above it."""
     path = PurePosixPath(name)
     if path.suffix.lower() not in ENDINGS or path.name.startswith(".") or len(path.parts) < 3:
         return None

@@ -1,4 +1,4 @@
-"""Image files by Pillow, and folders of them: train/<class>/… and val/<class>/…"""
+"""Read image files with Pillow, and folders of them: train/<class>/… and val/<class>/…"""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from torch import Tensor
 
 from oktopk.utils.files import open_regular
 
-from ..problems import DataError, Problem, listing
-from .pictures import ImageBatch, sample_random
+from ..problems import DataError, Problem, format_problems
+from .dataset import ImageBatch, sample_random
 
 log = logging.getLogger(__name__)
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp")
 SIZE = 224
 _CENTRE = 224 / 256
-"""Of the shorter side: what is left of an image that is made 256 wide and then cut to 224."""
+"""Share of the shorter side: the usual resize to 256 and centre crop to 224."""
 _AREA = (0.08, 1.0)
 _RATIO = (math.log(3 / 4), math.log(4 / 3))
 _ATTEMPTS = 10
@@ -48,7 +48,7 @@ class ImageFile:
 
 
 class FolderImages:
-    """An ImageSet of files, read when they are asked for and brought to one size."""
+    """An ImageSet of files, read on demand and resized."""
 
     def __init__(
         self, files: Sequence[ImageFile], problems: Sequence[Problem] = (), size: int = SIZE, seed: int = 0
@@ -88,16 +88,16 @@ class ImageFolder:
 
 
 def read_image_folder(folder: str | os.PathLike[str], size: int = SIZE, seed: int = 0) -> ImageFolder:
-    """Every image whose head can be read; what is wrong with the others is logged, and stays in `problems`.
+    """Read every image with a valid header; the others are logged and listed in `problems`.
 
-    The classes are the folders below train, by name; files with other endings than those of images are not looked
-    at, and folders below a class belong to it.
+    The classes are the folders in train, sorted by name. Files without an image suffix are ignored; folders below
+    a class belong to it.
     """
     train, val = Path(folder) / "train", Path(folder) / "val"
     classes = _class_names(train)
     unknown = sorted(set(_class_names(val)) - set(classes))
     if unknown:
-        raise DataError(f"{val}: classes that {train} has not: {', '.join(unknown)}; remove or rename them")
+        raise DataError(f"{val}: classes missing from {train}: {', '.join(unknown)}; remove or rename them")
     return ImageFolder(classes, *(_read_split(split, classes, size, seed) for split in (train, val)))
 
 
@@ -105,10 +105,10 @@ def _class_names(split: Path) -> tuple[str, ...]:
     try:
         found = sorted(path.name for path in split.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError as error:
-        layout = "a folder of images holds train/<class>/… and val/<class>/…"
+        layout = "expected train/<class>/… and val/<class>/…"
         raise DataError(f"{split}: {error.strerror}; {layout}") from error
     if not found:
-        raise DataError(f"{split}: no folders in it; it must hold one for every class, with its images")
+        raise DataError(f"{split}: no folders found; expected one per class, with its images")
     return tuple(found)
 
 
@@ -129,9 +129,9 @@ def _read_split(split: Path, classes: Sequence[str], size: int, seed: int) -> Fo
             else:
                 files.append(ImageFile(path, label))
     if not files:
-        raise DataError(f"{split}: no usable images\n{listing(problems)}")
+        raise DataError(f"{split}: no usable images\n{format_problems(problems)}")
     if problems:
-        log.warning("%s: %d images or classes were left out\n%s", split, len(problems), listing(problems))
+        log.warning("%s: %d images or classes were left out\n%s", split, len(problems), format_problems(problems))
     return FolderImages(files, problems, size, seed)
 
 
@@ -142,7 +142,7 @@ def _image_paths(folder: Path) -> Iterator[Path]:
 
 
 def centre_box(width: int, height: int, share: float = _CENTRE) -> Box:
-    """The square in the middle whose side is a share of the shorter side.
+    """The centre square whose side is this share of the shorter side.
 
     >>> centre_box(512, 256)
     (144.0, 16.0, 368.0, 240.0)
@@ -153,7 +153,7 @@ def centre_box(width: int, height: int, share: float = _CENTRE) -> Box:
 
 
 def random_box(width: int, height: int, random: np.random.Generator) -> Box:
-    """Between 8 % and all of the area, of a ratio between 3:4 and 4:3; the middle if the image is too narrow."""
+    """Draw a box of 8 % to 100 % of the area and a ratio of 3:4 to 4:3; the centre if the image is too narrow."""
     areas = random.uniform(*_AREA, _ATTEMPTS) * width * height
     ratios = np.exp(random.uniform(*_RATIO, _ATTEMPTS))
     widths, heights = np.round(np.sqrt(areas * ratios)), np.round(np.sqrt(areas / ratios))
@@ -167,14 +167,14 @@ def random_box(width: int, height: int, random: np.random.Generator) -> Box:
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Width and height, as the file's head has them; the rest is not read."""
-    with _opened(path, str(path)) as image:
+    """Width and height from the file's header; the rest is not read."""
+    with _open(path, str(path)) as image:
         return int(image.size[0]), int(image.size[1])
 
 
 def read_rgb(file: Path | BinaryIO, name: str | None = None) -> Any:
-    """Pillow's image, decoded, three channels; a DataError that begins with the name unless it is whole."""
-    with _opened(file, name or str(file)) as image:
+    """Decode to a Pillow image with three channels; a DataError starts with the name of the file."""
+    with _open(file, name or str(file)) as image:
         if "transparency" in image.info:
             image = image.convert("RGBA")
         return image.convert("RGB")
@@ -186,7 +186,7 @@ def pixels_of(image: Any) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _opened(file: Path | BinaryIO, name: str) -> Iterator[Any]:
+def _open(file: Path | BinaryIO, name: str) -> Iterator[Any]:
     module = _pillow()
     try:
         opened: AbstractContextManager[BinaryIO] = (
@@ -196,7 +196,7 @@ def _opened(file: Path | BinaryIO, name: str) -> Iterator[Any]:
             yield image
     except module.UnidentifiedImageError as error:
         raise DataError(f"{name}: not an image") from error
-    # What Pillow's readers let through about damaged files, besides its own errors.
+    # Pillow's readers raise these for damaged files, besides its own errors.
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
         raise DataError(f"{name}: {getattr(error, 'strerror', None) or error}") from error
     except module.DecompressionBombError as error:

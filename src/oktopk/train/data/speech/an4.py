@@ -1,4 +1,4 @@
-"""AN4 as it is published (NIST SPHERE files and two lists) to wav files, transcripts and manifests."""
+"""Convert AN4 as published (NIST SPHERE files and two lists) to wav files, transcripts and manifests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from oktopk.utils.files import atomic_path, read_regular
 
-from ..problems import DataError, Problem, listing
+from ..problems import DataError, Problem, format_problems
 from . import labels
 from .audio import SAMPLE_RATE, read_samples, write_samples
 from .manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
@@ -24,12 +24,12 @@ from .manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with how many utterances are done and how many there are."""
+"""Called with the number of utterances done and the total."""
 
 _DAMAGED = (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError)
 _ENDINGS = (".sph", ".wav")
 _LARGEST = 1 << 27
-"""Bytes of a file in the archive: more than an hour of sound. A small archive can hold any number of zeros."""
+"""Largest file in the archive, in bytes: more than an hour of sound. A small archive can expand to any size."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ImportSummary:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One utterance of a list; without a text if the list cannot be believed about it."""
+    """One utterance of a list."""
 
     name: str
     sound: Path
@@ -59,7 +59,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Split:
-    """One of the corpus's two lists, and what becomes of it."""
+    """One of the corpus's two lists, and where its files go."""
 
     list_name: str
     folder: Path
@@ -78,9 +78,9 @@ def import_an4(
 ) -> ImportSummary:
     """Write {train,val}/{wav,txt} and both manifests below `destination`.
 
-    `source` is the archive or the folder that was unpacked from it. Training utterances shorter than `min_seconds`
-    are left out; validation keeps all. Files that cannot be used are listed in the summary, the rest is kept.
-    The manifests come last: they name only files that are there.
+    `source` is the archive or its unpacked folder. Training utterances shorter than `min_seconds` are dropped;
+    validation keeps all. The summary lists files that cannot be used. The manifests are written last, so that they
+    only name files that exist.
     """
     source, destination = Path(source), Path(destination)
     splits = (
@@ -88,19 +88,19 @@ def import_an4(
         _Split("an4_test", destination / "val", destination / VAL_MANIFEST, 0.0),
     )
     problems: list[Problem] = []
-    with _unpacked(source, destination, problems) as folder:
+    with _open_source(source, destination, problems) as folder:
         root = _root(folder, source)
         lists = [list(_entries(root, split.list_name, problems)) for split in splits]
         listed = [len(_read_list(root, f"{split.list_name}.fileids")) for split in splits]
-        tick = _ticker(progress, sum(map(len, lists)))
+        tick = _make_ticker(progress, sum(map(len, lists)))
         lengths = [
             _convert_all(split, entries, problems, tick) for split, entries in zip(splits, lists, strict=True)
         ]
     for split, seconds in zip(splits, lengths, strict=True):
         if not any(length >= split.min_seconds for length in seconds.values()):
-            raise DataError(f"{source}: no usable utterances in {split.list_name}\n{listing(problems)}")
+            raise DataError(f"{source}: no usable utterances in {split.list_name}\n{format_problems(problems)}")
     if problems:
-        log.warning("%s: %d files were left out\n%s", source, len(problems), listing(problems))
+        log.warning("%s: %d files were left out\n%s", source, len(problems), format_problems(problems))
     train, val = (_finish(*args) for args in zip(splits, listed, lengths, strict=True))
     return ImportSummary(train, val, tuple(problems))
 
@@ -114,7 +114,7 @@ def _finish(split: _Split, listed: int, lengths: dict[_Entry, float]) -> SplitSu
 def _convert_all(
     split: _Split, entries: list[_Entry], problems: list[Problem], tick: Callable[[], None]
 ) -> dict[_Entry, float]:
-    """Write what is long enough; the length of everything that could be read, in seconds."""
+    """Convert the utterances that are long enough; return the seconds of every readable one."""
     lengths: dict[_Entry, float] = {}
     for entry in entries:
         try:
@@ -132,7 +132,7 @@ def _convert_all(
     return lengths
 
 
-def _ticker(progress: Progress | None, total: int) -> Callable[[], None]:
+def _make_ticker(progress: Progress | None, total: int) -> Callable[[], None]:
     done = 0
 
     def tick() -> None:
@@ -145,21 +145,21 @@ def _ticker(progress: Progress | None, total: int) -> Callable[[], None]:
 
 
 def _entries(root: Path, list_name: str, problems: list[Problem]) -> Iterator[_Entry]:
-    """The utterances of a list that have one safe path, one sound file and one usable transcript."""
+    """Yield the utterances of a list that have a safe path, a sound file and a usable transcript."""
     texts = _transcripts(root, f"{list_name}.transcription", problems)
     seen: set[str] = set()
     for number, identity in enumerate(_read_list(root, f"{list_name}.fileids"), 1):
         name = PurePosixPath(identity).name
         try:
             if not _is_inside(identity):
-                raise DataError(f"{identity!r} leads out of the corpus")
+                raise DataError(f"{identity!r} points outside the corpus")
             if name in seen:
                 raise DataError(f"{name} is listed twice")
             if name not in texts:
                 raise DataError(f"{name} has no transcript")
             text = labels.normalise(texts[name])
             labels.encode(text, name)
-            entry = _Entry(name, _sound_of(root, identity), text)
+            entry = _Entry(name, _find_sound(root, identity), text)
         except DataError as error:
             problems.append(Problem(f"{list_name}.fileids", str(error), number))
             continue
@@ -167,7 +167,7 @@ def _entries(root: Path, list_name: str, problems: list[Problem]) -> Iterator[_E
         yield entry
 
 
-def _sound_of(root: Path, identity: str) -> Path:
+def _find_sound(root: Path, identity: str) -> Path:
     for ending in _ENDINGS:
         path = root / "wav" / f"{identity}{ending}"
         try:
@@ -179,23 +179,23 @@ def _sound_of(root: Path, identity: str) -> Path:
 
 
 def _transcripts(root: Path, name: str, problems: list[Problem]) -> dict[str, str]:
-    """From the name of the utterance to its text; `<s> YES </s> (id)` in one list, `YES (id)` in the other."""
+    """Read the transcripts by utterance; one list has `<s> YES </s> (id)`, the other `YES (id)`."""
     texts: dict[str, str] = {}
     for number, line in enumerate(_read_list(root, name), 1):
-        text, identity = _said(line)
+        text, identity = _parse_transcript(line)
         if not identity:
             problems.append(Problem(name, f"not 'text (id)': {line[:100]!r}", number))
         elif identity in texts:
-            problems.append(Problem(name, f"a second transcript of {identity}; the first one counts", number))
+            problems.append(Problem(name, f"second transcript of {identity}; using the first", number))
         else:
             texts[identity] = text
     return texts
 
 
-def _said(line: str) -> tuple[str, str]:
-    """Text and name of an utterance; no name if the line has none.
+def _parse_transcript(line: str) -> tuple[str, str]:
+    """Split a line into text and utterance name; both are empty if the line is malformed.
 
-    >>> _said("<s> YES </s> (a1-f)"), _said("ERASE C (t1-g)"), _said("no brackets")
+    >>> _parse_transcript("<s> YES </s> (a1-f)"), _parse_transcript("ERASE C (t1-g)"), _parse_transcript("none")
     (('YES', 'a1-f'), ('ERASE C', 't1-g'), ('', ''))
     """
     before, mark, after = line.rpartition("(")
@@ -211,20 +211,20 @@ def _read_list(root: Path, name: str) -> list[str]:
         text = read_regular(path, _LARGEST).decode("utf-8")
         return [line.strip() for line in text.splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: the corpus's list cannot be read: {error}") from error
+        raise DataError(f"{path}: cannot read the list: {error}") from error
 
 
 def _root(folder: Path, source: Path) -> Path:
-    """The folder that holds etc/ and wav/: the one given, or one in it."""
+    """Find the folder with etc/ and wav/: the one given, or one inside it."""
     for candidate in (folder, *sorted(path for path in folder.iterdir() if path.is_dir())):
         if (candidate / "etc" / "an4_train.fileids").is_file():
             return candidate
-    raise DataError(f"{source}: not AN4: etc/an4_train.fileids is not in it")
+    raise DataError(f"{source}: not AN4: etc/an4_train.fileids not found")
 
 
 @contextmanager
-def _unpacked(source: Path, destination: Path, problems: list[Problem]) -> Iterator[Path]:
-    """The folder itself, or what is in the archive, in a folder that goes away afterwards."""
+def _open_source(source: Path, destination: Path, problems: list[Problem]) -> Iterator[Path]:
+    """Yield the folder itself, or a temporary folder with the content of the archive."""
     if source.is_dir():
         yield source
         return
@@ -235,21 +235,21 @@ def _unpacked(source: Path, destination: Path, problems: list[Problem]) -> Itera
         try:
             _unpack(source, Path(name), problems)
         except _DAMAGED as error:
-            raise DataError(f"{source}: not a whole tar archive: {error}") from error
+            raise DataError(f"{source}: incomplete or damaged tar archive: {error}") from error
         try:
             yield Path(name)
-        except DataError as error:  # the folder is gone when it is read
+        except DataError as error:  # the temporary folder is gone when the user reads this
             raise DataError(str(error).replace(name, str(source))) from error
 
 
 def _unpack(source: Path, folder: Path, problems: list[Problem]) -> None:
-    """Regular files that stay below the folder, read once from front to back: xz cannot seek."""
+    """Unpack the regular files that stay inside the folder, in one pass, because xz cannot seek."""
     with tarfile.open(source, "r|*") as archive:
         for member in archive:
             if member.isdir() or not member.name.endswith((*_ENDINGS, ".fileids", ".transcription")):
                 continue
             if not _is_inside(member.name):
-                problems.append(Problem(str(source), f"{member.name!r} leads out of the archive"))
+                problems.append(Problem(str(source), f"{member.name!r} points outside the archive"))
                 continue
             content = archive.extractfile(member) if member.isreg() and member.size <= _LARGEST else None
             if content is None:
@@ -263,7 +263,7 @@ def _unpack(source: Path, folder: Path, problems: list[Problem]) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name from somebody else stays below the folder it is put in.
+    """Whether an untrusted name stays inside the folder it is joined to.
 
     >>> [_is_inside(name) for name in ("a/b", "./a", "../a", "a/../../b", "/a", "..")]
     [True, True, False, False, False, False]

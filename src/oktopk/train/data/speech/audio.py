@@ -1,4 +1,4 @@
-"""Sound files: 16 kHz, one channel; soundfile reads them."""
+"""Read and write sound files: 16 kHz, one channel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLE_RATE = 16_000
 SPHERE = b"NIST_1A"
 FULL_SCALE = 32768.0
 LONGEST_SECONDS = 3600
-"""A head can announce any number of samples; room is made for so many at most."""
+"""Longest file to read: a header can claim any number of samples."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SoundInfo:
     rate: int
     channels: int
     integers: bool
-    """Samples are whole numbers; others may be infinite, or none at all."""
+    """Whether samples are integers; floating-point samples may be non-finite."""
 
     @property
     def seconds(self) -> float:
@@ -37,43 +37,43 @@ class SoundInfo:
 
 
 def inspect(path: Path) -> SoundInfo:
-    """What the file's head says; a DataError unless it is sound as the features need it."""
+    """Read the file's header; raise a DataError unless it is sound that the features accept."""
     soundfile = _soundfile()
-    start = _start(path)
+    start = _read_header(path)
     try:
         head = soundfile.info(str(path))
     except (soundfile.SoundFileError, OSError) as error:
-        raise DataError(f"{path}: {_why_unreadable(start, error)}") from error
+        raise DataError(f"{path}: {_explain_unreadable(start, error)}") from error
     info = SoundInfo(head.frames, head.samplerate, head.channels, head.subtype.startswith("PCM_"))
     if info.rate != SAMPLE_RATE:
         raise DataError(f"{path}: {info.rate} Hz instead of {SAMPLE_RATE}; convert it first")
     if info.channels != 1:
         raise DataError(f"{path}: {info.channels} channels instead of 1; mix them down first")
     if info.frames <= 0:
-        raise DataError(f"{path}: no samples in it")
+        raise DataError(f"{path}: no samples")
     if info.seconds > LONGEST_SECONDS:
-        raise DataError(f"{path}: says that it lasts {info.seconds:.4g} seconds; cut it to {LONGEST_SECONDS}")
+        raise DataError(f"{path}: lasts {info.seconds:.4g} seconds by its header; the limit is {LONGEST_SECONDS}")
     announced = _sphere_count(start)
     if announced is not None and announced > info.frames:
-        raise DataError(f"{path}: cut off after {info.frames} of {announced} samples")
+        raise DataError(f"{path}: truncated after {info.frames} of {announced} samples")
     return info
 
 
 def read_samples(path: Path) -> NDArray[np.int16]:
-    """All samples as 16-bit integers."""
+    """Read all samples as 16-bit integers."""
     return np.asarray(_read(path, "int16"), dtype=np.int16)
 
 
 def read_sound(path: Path) -> Tensor:
-    """All samples, float32 in [-1, 1], shape [samples]."""
+    """Read all samples as float32 in [-1, 1], shape [samples]."""
     sound = torch.from_numpy(np.asarray(_read(path, "float32"), dtype=np.float32))
     if not bool(sound.isfinite().all()):
-        raise DataError(f"{path}: holds samples that are not finite")
+        raise DataError(f"{path}: contains non-finite samples")
     return sound
 
 
 def write_samples(path: Path, samples: NDArray[np.int16]) -> None:
-    """A 16-bit wav file, whole or not at all. Not by soundfile: it waits for the disk after every file."""
+    """Write a 16-bit wav file atomically. soundfile is not used: it syncs to disk after every file."""
     with atomic_path(path) as draft, wave.open(str(draft), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
@@ -82,7 +82,7 @@ def write_samples(path: Path, samples: NDArray[np.int16]) -> None:
 
 
 def to_float(samples: NDArray[np.int16]) -> Tensor:
-    """The same scale that read_sound gives."""
+    """Convert to the scale of read_sound."""
     return torch.from_numpy(samples.astype(np.float32) / np.float32(FULL_SCALE))
 
 
@@ -92,14 +92,14 @@ def _read(path: Path, dtype: str) -> NDArray[np.generic]:
     try:
         samples, _ = soundfile.read(str(path), dtype=dtype)
     except (soundfile.SoundFileError, OSError) as error:
-        raise DataError(f"{path}: {_why_unreadable(_start(path), error)}") from error
+        raise DataError(f"{path}: {_explain_unreadable(_read_header(path), error)}") from error
     if len(samples) != info.frames:
-        raise DataError(f"{path}: cut off after {len(samples)} of {info.frames} samples")
+        raise DataError(f"{path}: truncated after {len(samples)} of {info.frames} samples")
     return np.asarray(samples)
 
 
-def _start(path: Path) -> bytes:
-    """Its first bytes; libsndfile would wait for a pipe."""
+def _read_header(path: Path) -> bytes:
+    """Read the first bytes; refuses pipes, on which libsndfile would block."""
     try:
         with open_regular(path) as file:
             return file.read(1024)
@@ -107,17 +107,17 @@ def _start(path: Path) -> bytes:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _why_unreadable(start: bytes, error: Exception) -> str:
-    """libsndfile says "Format not recognised" to nearly everything; look for ourselves first."""
+def _explain_unreadable(start: bytes, error: Exception) -> str:
+    """Explain why a file is unreadable; libsndfile reports nearly everything as "Format not recognised"."""
     if not start:
         return "the file is empty"
     if all(byte in b"\t\n\r" or byte >= 32 for byte in start) and not start.startswith((b"RIFF", SPHERE)):
-        return "text instead of sound"
+        return "text, not sound"
     return f"not a readable sound file ({error})"
 
 
 def _sphere_count(start: bytes) -> int | None:
-    """How many samples a SPHERE head announces: libsndfile reads on silently when a file was cut off."""
+    """Number of samples in a SPHERE header: libsndfile silently accepts truncated files."""
     if not start.startswith(SPHERE):
         return None
     for line in start.split(b"\n"):

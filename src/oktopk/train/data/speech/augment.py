@@ -1,4 +1,4 @@
-"""Changes of speed and loudness that leave the words as they are; for training only."""
+"""Augment speech for training: change tempo and gain, keep the words."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .audio import SAMPLE_RATE
 _FRAME = SAMPLE_RATE * 32 // 1000
 _HOP = _FRAME // 2
 _REACH = SAMPLE_RATE * 8 // 1000
-"""How far a piece may be moved to fit the one before; to and fro more than a period of the lowest voice."""
+"""How far a piece may shift to match the one before: more than a period of the lowest voice."""
 
 _COARSE = 4
-"""Pieces are compared at every fourth sample: 4 kHz show how voices run, and it takes a third of the time."""
+"""Compare pieces at every fourth sample: 4 kHz is enough for voices and takes a third of the time."""
 
 
 def change_tempo(sound: Tensor, tempo: float) -> Tensor:
-    """Faster (> 1) or slower at the same pitch: [samples] -> [round(samples / tempo)].
+    """Make it faster (> 1) or slower at the same pitch: [samples] -> [round(samples / tempo)].
 
     Waveform similarity overlap-add:
-    1. the output is made of overlapping pieces of 32 ms, one every 16 ms
-    2. piece i comes from around i · 16 ms · tempo of the input
-    3. it is moved by up to 8 ms to where it is most like what followed the piece before
+    1. The output consists of overlapping pieces of 32 ms, one every 16 ms.
+    2. Piece i comes from around i · 16 ms · tempo of the input.
+    3. It is shifted by up to 8 ms to where it best matches the continuation of the piece before.
     """
     if not tempo > 0:
         raise DataError(f"tempo must be positive, got {tempo}")
@@ -36,7 +36,7 @@ def change_tempo(sound: Tensor, tempo: float) -> Tensor:
         return sound[:length] if tempo >= 1.0 else torch.nn.functional.pad(sound, (0, length - len(sound)))
     pieces = -(-length // _HOP) + 1
     margin = _FRAME + _REACH
-    # zeros on both sides, so that no piece is cut off
+    # zeros on both sides, so that every piece is complete
     x = np.pad(sound.numpy().astype(np.float32), (margin, 2 * margin + int(_FRAME * tempo)))
     window = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_FRAME) / _FRAME)).astype(
         np.float32
@@ -51,8 +51,8 @@ def change_tempo(sound: Tensor, tempo: float) -> Tensor:
 
 
 def _best_start(x: NDArray[np.float32], natural: int, nominal: int) -> int:
-    """Near `nominal`, where the input looks most like it does at `natural`."""
-    wanted = x[natural : natural + _HOP : _COARSE]  # the part that is laid over the piece before
+    """Find the place near `nominal` where the input best matches the input at `natural`."""
+    wanted = x[natural : natural + _HOP : _COARSE]  # the part that overlaps the piece before
     around = x[nominal - _REACH : nominal + _REACH + _HOP : _COARSE]
     likeness = np.correlate(around, wanted, mode="valid")  # [2 reach / coarse + 1]
     power = np.zeros(len(around) + 1)
@@ -62,7 +62,7 @@ def _best_start(x: NDArray[np.float32], natural: int, nominal: int) -> int:
 
 
 def change_gain(sound: Tensor, decibel: float) -> Tensor:
-    """Louder or softer; never so loud that it would clip.
+    """Make it louder or softer, without clipping.
 
     >>> change_gain(torch.tensor([0.1, -0.5]), 20.0)
     tensor([ 0.2000, -1.0000])
@@ -74,7 +74,7 @@ def change_gain(sound: Tensor, decibel: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Augment:
-    """Tempo and gain drawn evenly from their ranges; the same generator state gives the same sound."""
+    """Draws tempo and gain uniformly from their ranges; the same generator state gives the same sound."""
 
     tempo: tuple[float, float] = (0.85, 1.15)
     gain: tuple[float, float] = (-6.0, 8.0)

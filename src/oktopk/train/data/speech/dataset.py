@@ -1,4 +1,4 @@
-"""Utterances as lstman4 takes them: features, lengths and classes, alone and in batches."""
+"""Speech datasets and batches for lstman4: features, lengths and target classes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..problems import DataError, Problem, listing
+from ..problems import DataError, Problem, format_problems
 from . import audio, labels
 from .augment import Augment
 from .features import BINS, features
 from .manifest import read_manifest
-from .synth import Clip, Corpus, embedded_speech
+from .synthetic import Clip, Corpus, embedded_speech
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One utterance before it is read."""
+    """One utterance that is not loaded yet."""
 
     name: str
     text: str
@@ -44,7 +44,7 @@ class SpeechItem:
 
 @dataclass(frozen=True)
 class SpeechBatch:
-    """What CTC needs; the longest utterance gives T, the others are filled up with zeros."""
+    """A batch for CTC; shorter utterances are padded with zeros to the longest, T."""
 
     features: Tensor  # [batch, 1, 161, T]
     lengths: Tensor  # [batch], frames
@@ -54,8 +54,8 @@ class SpeechBatch:
 
 
 class SpeechDataset(Dataset[SpeechItem]):
-    """Recordings, read when they are asked for. What augmentation does to one depends on the seed, the epoch and
-    the recording, not on the order of reading: a resumed epoch hears the same.
+    """Recordings, loaded on demand. Augmentation depends on the seed, the epoch and the recording, not on the
+    order of access, so that a resumed epoch gets the same samples.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SpeechDataset(Dataset[SpeechItem]):
         seed: int = 0,
     ) -> None:
         if not recordings:
-            raise DataError(f"no utterances\n{listing(problems)}" if problems else "no utterances")
+            raise DataError(f"no utterances\n{format_problems(problems)}" if problems else "no utterances")
         self.recordings = tuple(recordings)
         self.problems = tuple(problems)
         self.augment = augment
@@ -77,27 +77,27 @@ class SpeechDataset(Dataset[SpeechItem]):
     def from_manifest(
         cls, path: str | os.PathLike[str], augment: Augment | None = None, seed: int = 0
     ) -> SpeechDataset:
-        """Every usable utterance; what is wrong with the others is logged, and stays in `problems`."""
+        """Load every usable utterance; the others are logged and listed in `problems`."""
         manifest = read_manifest(path)
         recordings: list[Recording] = []
         problems = list(manifest.problems)
-        for said in manifest.utterances:
+        for utterance in manifest.utterances:
             try:
-                labels.encode(said.text, str(said.transcript))
-                info = audio.inspect(said.sound)
-                if not info.integers:  # only those can be believed without a look at every sample
-                    audio.read_sound(said.sound)
+                labels.encode(utterance.text, str(utterance.transcript))
+                info = audio.inspect(utterance.sound)
+                if not info.integers:  # floating-point samples may be non-finite: check all of them
+                    audio.read_sound(utterance.sound)
             except DataError as error:
-                problems.append(Problem(str(path), str(error), said.line))
+                problems.append(Problem(str(path), str(error), utterance.line))
             else:
-                text = labels.normalise(said.text)
+                text = labels.normalise(utterance.text)
                 recordings.append(
-                    Recording(str(said.sound), text, info.seconds, partial(audio.read_sound, said.sound))
+                    Recording(str(utterance.sound), text, info.seconds, partial(audio.read_sound, utterance.sound))
                 )
         if not recordings:
-            raise DataError(f"{path}: no usable utterances\n{listing(problems)}")
+            raise DataError(f"{path}: no usable utterances\n{format_problems(problems)}")
         if problems:
-            log.warning("%s: %d utterances were left out\n%s", path, len(problems), listing(problems))
+            log.warning("%s: %d utterances were left out\n%s", path, len(problems), format_problems(problems))
         return cls(recordings, problems, augment, seed)
 
     @classmethod
@@ -109,18 +109,18 @@ class SpeechDataset(Dataset[SpeechItem]):
         corpus: Corpus | None = None,
         cache: Path | None = None,
     ) -> SpeechDataset:
-        """The synthesiser's utterances."""
+        """The generated utterances."""
         corpus = embedded_speech(cache) if corpus is None else corpus
         clips = corpus.train if split == "train" else corpus.val
         return cls([_recording(clip) for clip in clips], (), augment, seed)
 
     @property
     def seconds(self) -> list[float]:
-        """The lengths to sort batches by."""
+        """Lengths, to group similar ones into batches."""
         return [recording.seconds for recording in self.recordings]
 
-    def unreadable(self) -> list[Problem]:
-        """Recordings whose head promises what the rest does not hold: every one of them is read."""
+    def find_unreadable(self) -> list[Problem]:
+        """Read every recording; return those that fail although their header is valid."""
         found = []
         for recording in self.recordings:
             try:

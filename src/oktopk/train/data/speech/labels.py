@@ -1,4 +1,4 @@
-"""The letters of lstman4's transcripts, and how its output becomes text again."""
+"""The labels of lstman4: encode transcripts, decode outputs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from ..problems import DataError
 
 LABELS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
-"""29 of them; the place in the string is the class."""
+"""29 labels; the position in the string is the class."""
 BLANK = 0
-"""CTC's class for "nothing new here"; it never stands in a transcript."""
+"""The CTC blank; it never occurs in a transcript."""
 
 _CLASS = {letter: number for number, letter in enumerate(LABELS) if number != BLANK}
 _UPPER = {ord(small): small.upper() for small in "abcdefghijklmnopqrstuvwxyz"}
 
 
 def normalise(text: str) -> str:
-    """Capital letters, single spaces, none at the ends. Only a–z change: ß is for `encode` to refuse.
+    """Convert a–z to capitals, and collapse and strip spaces. Other letters stay, and `encode` refuses them.
 
     >>> normalise(" start\\n over ")
     'START OVER'
@@ -25,7 +25,7 @@ def normalise(text: str) -> str:
 
 
 def encode(text: str, source: str = "transcript") -> list[int]:
-    """The classes of a text; `source` is the file that an error names.
+    """Encode a text as classes; errors name `source`.
 
     >>> encode("a b")
     [2, 28, 3]
@@ -34,14 +34,14 @@ def encode(text: str, source: str = "transcript") -> list[int]:
     unknown = sorted(set(text) - _CLASS.keys())
     if unknown:
         names = ", ".join(repr(letter) for letter in unknown)
-        raise DataError(f"{source}: unknown characters {names}; known are A–Z, ' and space")
+        raise DataError(f"{source}: unknown characters {names}; expected A–Z, ' and space")
     if not text:
         raise DataError(f"{source}: the transcript is empty")
     return [_CLASS[letter] for letter in text]
 
 
 def decode(classes: Iterable[int]) -> str:
-    """The text of classes as they stand in a target: nothing is merged.
+    """Decode target classes to text; repeats are kept.
 
     >>> decode(encode("hello"))
     'HELLO'
@@ -50,7 +50,7 @@ def decode(classes: Iterable[int]) -> str:
 
 
 def greedy_decode(best: Iterable[int]) -> str:
-    """The text of the best class of each frame: repeats are one letter, and blanks part letters.
+    """Decode the best class of each frame: merge repeats, then drop blanks.
 
     >>> greedy_decode([2, 2, 0, 2, 28, 28, 3, 0])
     'AA B'

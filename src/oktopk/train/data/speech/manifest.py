@@ -1,9 +1,9 @@
-"""Lists of utterances: one line each, the path of the sound and the path of its transcript.
+"""Manifests: one line per utterance with the path of the sound and of its transcript.
 
     train/wav/an251-fash-b.wav,train/txt/an251-fash-b.txt
 
-Relative paths start at the manifest's own folder and stay below it, through links too; files that lie elsewhere
-have absolute ones.
+Relative paths start at the manifest's folder and must stay inside it, links included; files elsewhere have
+absolute paths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from oktopk.utils.files import keep_copy, open_regular, read_regular, write_atomically
 
-from ..problems import DataError, Problem, listing
+from ..problems import DataError, Problem, format_problems
 
 TRAIN_MANIFEST = "an4_train_manifest.csv"
 VAL_MANIFEST = "an4_val_manifest.csv"
@@ -42,7 +42,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Repair:
-    """What `repair` did; `backup` is None if there was nothing to change."""
+    """What `repair` did; `backup` is None if nothing changed."""
 
     lines: int
     repaired: int
@@ -51,35 +51,34 @@ class Repair:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Every usable line, and a problem for each one that is not."""
+    """Read the usable lines; every other line becomes a Problem."""
     path = Path(path)
     utterances: list[Utterance] = []
     problems: list[Problem] = []
     for number, line in _lines(path):
         try:
-            sound, transcript = (_checked(path.parent, name) for name in _fields(line))
+            sound, transcript = (_resolve(path.parent, name) for name in _fields(line))
             _check_sound(sound)
             utterances.append(Utterance(sound, transcript, _read_text(transcript), number))
         except DataError as error:
             problems.append(Problem(str(path), str(error), number))
     if not utterances:
-        raise DataError(f"{path}: none of its {len(problems)} lines can be used\n{listing(problems)}")
+        raise DataError(f"{path}: none of the {len(problems)} lines can be used\n{format_problems(problems)}")
     return Manifest(path, tuple(utterances), tuple(problems))
 
 
 def write_manifest(path: str | os.PathLike[str], pairs: Iterable[tuple[Path, Path]]) -> None:
-    """Paths below the manifest's folder are written relative to it, so that the folder can be moved."""
+    """Write a manifest; paths inside its folder are relative, so that the folder can be moved."""
     path = Path(path)
     lines = [_line([_relative(name, path.parent) for name in pair]) for pair in pairs]
     write_atomically(path, "".join(line + "\n" for line in lines).encode())
 
 
 def repair(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> Repair:
-    """Find the files of another machine's manifest below `root`, by the longest matching end of their paths.
+    """Replace the paths of another machine: search `root` for the file with the longest matching path suffix.
 
-    A path that leads to a file stays, unless it climbs out of the manifest's folder. A line for which nothing, or
-    more than one file, is found stays as it is and is reported. The manifest as it was is kept beside it, as
-    `.bak`.
+    A path to an existing file stays, unless it leaves the manifest's folder. A line stays unchanged and is
+    reported if no file, or more than one, matches. The original manifest is kept as `.bak`.
     """
     path, root = Path(manifest), Path(root)
     files = _files_by_name(root)
@@ -109,11 +108,11 @@ def repair(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> Re
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """The lines that hold something, with their numbers."""
+    """Read the non-empty lines, with their numbers."""
     try:
         text = read_regular(path, _LARGEST).decode("utf-8-sig")
     except OSError as error:
-        raise DataError(f"{path}: the manifest cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot read the manifest: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not a manifest: byte {error.start} is not UTF-8 text") from error
     found = [(n, line.rstrip("\r")) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -146,14 +145,14 @@ def _below(folder: Path, name: str) -> Path:
     return folder / name  # an absolute name stays one
 
 
-def _checked(folder: Path, name: str) -> Path:
-    if _leads_out(folder, name):
-        raise DataError(f"{name!r} leads out of the manifest's folder; `oktopk data fix-manifest` may find it")
+def _resolve(folder: Path, name: str) -> Path:
+    if _escapes(folder, name):
+        raise DataError(f"{name!r} points outside the manifest's folder; try `oktopk data fix-manifest`")
     return _below(folder, name)
 
 
-def _leads_out(folder: Path, name: str) -> bool:
-    """By its words, or by a link on its way."""
+def _escapes(folder: Path, name: str) -> bool:
+    """Whether a relative name leaves the folder, by `..` or through a link."""
     if Path(name).is_absolute():
         return False
     return ".." in Path(name).parts or not _stays_below(folder, _below(folder, name))
@@ -185,7 +184,7 @@ def _read_text(path: Path) -> str:
 
 
 def _relative(path: Path | str, folder: Path) -> str:
-    """Without `..`: what lies elsewhere, or is a link that leads there, keeps its absolute path."""
+    """Path relative to the folder; absolute if the file, or the target of a link, is outside."""
     path, folder = Path(path).absolute(), folder.absolute()
     inside = path.is_relative_to(folder) and _stays_below(folder, path)
     return path.relative_to(folder).as_posix() if inside else str(path)
@@ -193,7 +192,7 @@ def _relative(path: Path | str, folder: Path) -> str:
 
 def _files_by_name(root: Path) -> dict[str, list[Path]]:
     if not root.is_dir():
-        raise DataError(f"{root}: no such folder to look for files in")
+        raise DataError(f"{root}: no such folder")
     files: dict[str, list[Path]] = {}
     for folder, _, names in os.walk(root):
         for name in names:
@@ -202,24 +201,24 @@ def _files_by_name(root: Path) -> dict[str, list[Path]]:
 
 
 def _find(name: str, folder: Path, files: dict[str, list[Path]]) -> Path | str | None:
-    """Where the file is now; None if the name leads to it already; a sentence if that cannot be said."""
-    if not _leads_out(folder, name) and _is_file(_below(folder, name)):
+    """Return the new path, None if the name is already right, or a message if no single file matches."""
+    if not _escapes(folder, name) and _is_file(_below(folder, name)):
         return None
     wanted = name.replace("\\", "/").split("/")
     matches = [(_common_end(wanted, file.absolute().parts), file) for file in files.get(wanted[-1], [])]
     longest = max((length for length, _ in matches), default=0)
     best = sorted(file for length, file in matches if length == longest)
     if not best:
-        return f"{name}: no file of this name was found"
+        return f"{name}: no file with this name found"
     if len(best) > 1:
-        return f"{name}: could be any of {', '.join(map(str, best))}"
+        return f"{name}: ambiguous: {', '.join(map(str, best))}"
     return best[0]
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # such as a name that is too long: no file has it
+    except OSError:  # for example, a name that is too long
         return False
 
 

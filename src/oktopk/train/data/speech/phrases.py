@@ -1,4 +1,4 @@
-"""What the embedded speakers say: the kind of phrases that AN4 has."""
+"""Random phrases for the generated speech, similar to those of AN4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = (
 
 
 def phrase(random: np.random.Generator) -> str:
-    """A command, a spelled name, a number, or a code of letters and digits.
+    """Draw a command, a spelled name, a number, or a code of letters and digits.
 
     >>> phrase(np.random.default_rng(0))
     'H I B ZERO'

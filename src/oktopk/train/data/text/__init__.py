@@ -1,1 +1,1 @@
-"""Text for language models: words, sentence pairs, and the embedded prose."""
+"""Text for language models: Penn Treebank, sentence pairs, and generated text."""

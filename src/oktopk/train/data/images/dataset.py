@@ -1,4 +1,4 @@
-"""Images in memory, alone and in batches; and what training does to small ones: shift and mirror."""
+"""Batches of images, in-memory datasets, and the augmentation of small images: shift and mirror."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..problems import DataError, Problem
 
 _AUGMENTATION = 5
-"""What random numbers are drawn for: not those of the order of the samples."""
+"""The random stream of augmentation, separate from that of the sample order."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Scale:
     deviation: tuple[float, float, float]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Bytes [batch, 3, height, width] -> float32 around zero, where the bytes are."""
+        """Normalise bytes [batch, 3, height, width] to float32, on their device."""
         mean, deviation = (
             torch.tensor(values, device=images.device).mul_(255).view(3, 1, 1)
             for values in (self.mean, self.deviation)
@@ -36,7 +36,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Bytes, which are scaled where the network is: a quarter of what floats would be to move."""
+    """A batch of images as bytes; they are normalised on the model's device, which moves a quarter of the data."""
 
     images: Tensor  # [batch, 3, height, width], uint8
     labels: Tensor  # [batch], int64
@@ -49,7 +49,7 @@ class ImageBatch:
 
 
 class ImageSet(Protocol):
-    """Samples of one split."""
+    """The samples of one split."""
 
     @property
     def problems(self) -> Sequence[Problem]: ...
@@ -57,13 +57,12 @@ class ImageSet(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int], epoch: int | None = None) -> ImageBatch:
-        """These samples as they are; with an epoch, changed at random as training likes it: a function of the
-        seed, the epoch and the sample, whatever else is in the batch."""
+        """Return these samples; with an epoch, augmented as a function of the seed, the epoch and the sample."""
         ...
 
 
-class Pictures:
-    """An ImageSet of images that all have one size."""
+class InMemoryImages:
+    """An ImageSet of images of one size, held in memory."""
 
     problems: Sequence[Problem] = ()
 
@@ -92,13 +91,14 @@ class Pictures:
 
 
 def sample_random(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """The random numbers of one sample in one epoch."""
+    """The random generator of one sample in one epoch."""
     return np.random.default_rng([seed, epoch, index, _AUGMENTATION])
 
 
 def shift_and_mirror(images: Tensor, pad: int, shifts: Tensor, mirrored: Tensor) -> Tensor:
-    """Cut each image [3, height, width] out of itself with `pad` black pixels around, at `shifts` [batch, 2] (down
-    and right, from 0 to 2 · pad; `pad` is the middle), and turn left and right where `mirrored` [batch] says so.
+    """Pad each image with `pad` black pixels, crop it at `shifts`, and mirror it where `mirrored` is true.
+
+    `shifts` [batch, 2] are rows and columns from 0 to 2 · pad; `pad` is the centre. `mirrored` is [batch].
 
     >>> image = torch.arange(3).view(1, 1, 1, 3)
     >>> shift_and_mirror(image, 1, torch.tensor([[1, 1]]), torch.tensor([True])).tolist()

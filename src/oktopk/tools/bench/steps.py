@@ -1,4 +1,4 @@
-"""One step of one contender on one rank, and what it costs."""
+"""Time one step of one contender on one rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """What our own reducers tell about a step; torch's hooks tell nothing."""
+class ReducerReport:
+    """What our reducer reports about a step; empty for torch's hooks."""
 
     sent_bytes: int | None = None
     modelled_bytes: int | None = None
@@ -24,10 +24,10 @@ class Reduced:
     hidden_share: float | None = None
     stages: dict[str, float] | None = None
     backward: float | None = None
-    """Seconds until the last bucket was handed over."""
+    """Seconds until the last bucket was submitted."""
 
     @classmethod
-    def of(cls, event: StepEvent, start: float) -> Reduced:
+    def of(cls, event: StepEvent, start: float) -> ReducerReport:
         return cls(
             event.wire.sent_bytes,
             event.wire.modelled_bytes,
@@ -39,32 +39,32 @@ class Reduced:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimedStep:
     """One step of one contender on one rank."""
 
     seconds: float
     cpu_seconds: float
     interface_bytes: int | None
-    """Sent by this host while it lasted, as its interface has counted; None where there is no interface."""
-    reduced: Reduced = Reduced()
+    """Bytes that this host's interface sent during the step; None without an interface."""
+    reduced: ReducerReport = ReducerReport()
 
 
-def take_turn(
+def time_step(
     run: Callable[[], object],
     in_lab: bool,
-    tell: Callable[[float], Reduced] = lambda start: Reduced(),
+    report: Callable[[float], ReducerReport] = lambda start: ReducerReport(),
     barrier: Callable[[], object] = dist.barrier,
-) -> Turn:
-    """What run() costs. Ranks begin it together, and leave together; tell() knows when it began."""
+) -> TimedStep:
+    """Time run(). The ranks start and leave together; report(start) returns what the reducer says."""
     barrier()
     before = _sent(in_lab)
     start, cpu = time.perf_counter(), time.process_time()
     run()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    barrier()  # now what was sent has arrived, and is counted
+    barrier()  # now everything sent has arrived and is counted
     after = _sent(in_lab)
     moved = None if before is None or after is None else after - before
-    return Turn(seconds, cpu, moved, tell(start))
+    return TimedStep(seconds, cpu, moved, report(start))
 
 
 def _sent(in_lab: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines in the log, a bar while it runs, a table at the end. Rank 0 speaks."""
+"""What the user sees of a run: log lines, a progress bar, a table at the end. Only rank 0 shows them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tqdm import tqdm
 
 from oktopk.metrics.events import StepEvent
 
-from .config.origins import Resolved
+from .config.origins import ResolvedConfig
 from .config.plan import Plan
-from .figures import EpochFigures, Phases, StepFigures
+from .metrics import EpochMetrics, PhaseMetrics, StepMetrics
 from .tasks import Task
 
 log = logging.getLogger(__name__)
 
 
-class Bar:
-    """Progress over all steps; nothing at all when nobody looks."""
+class ProgressBar:
+    """Progress over all steps, on a terminal only."""
 
     def __init__(self, done: int, to_go: int, shown: bool) -> None:
         # None: only on a terminal
@@ -29,11 +29,11 @@ class Bar:
             total=done + to_go, initial=done, unit="step", disable=None if shown else True, dynamic_ncols=True
         )
 
-    def update(self, figures: StepFigures, event: StepEvent, epoch: Phases) -> None:
+    def update(self, metrics: StepMetrics, event: StepEvent, epoch: PhaseMetrics) -> None:
         if self._bar.disable:
             return
         loss = epoch.total.mean_loss
-        self._bar.set_description(f"epoch {figures.epoch}", refresh=False)
+        self._bar.set_description(f"epoch {metrics.epoch}", refresh=False)
         known = {} if loss is None else {"loss": f"{loss:.4g}"}
         density = f"{100 * event.local_density:.3g}%"
         self._bar.set_postfix(
@@ -45,8 +45,8 @@ class Bar:
         self._bar.close()
 
 
-class BarHandler(logging.Handler):
-    """Log lines that do not tear the bar apart."""
+class ProgressBarHandler(logging.Handler):
+    """Prints log records above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -57,16 +57,16 @@ class BarHandler(logging.Handler):
             self.handleError(record)
 
 
-def say_start(resolved: Resolved, how: str, task: Task[Any], plan: Plan) -> None:
+def log_start(resolved: ResolvedConfig, launcher: str, task: Task[Any], plan: Plan) -> None:
     config = resolved.config
-    ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''} ({how})"
+    ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''} ({launcher})"
     compression = "dense" if plan.algorithm == "dense" else f"{plan.algorithm} at density {plan.density:g}"
     log.info("training %s on %s, %s, %s", config.dnn, config.dataset, compression, ranks)
-    log.info("data: %s%s", task.data, "; real data comes with --data-dir" if task.embedded else "")
+    log.info("data: %s%s", task.data, "; pass --data-dir for real data" if task.embedded else "")
     if task.problems:
-        log.warning("%d samples of the data cannot be used, and are left out", len(task.problems))
+        log.warning("%d samples cannot be used and are left out", len(task.problems))
     for line in resolved.lines():
-        log.info("options by %s", line)
+        log.info("options from %s", line)
     log.info("plan: %s", plan.sentence())
     log.info("  %d steps per epoch, %s parameters", plan.steps_per_epoch, f"{plan.parameters:,}")
     for line in plan.volume():
@@ -75,42 +75,42 @@ def say_start(resolved: Resolved, how: str, task: Task[Any], plan: Plan) -> None
         log.warning("%s", warning)
 
 
-def say_transition(figures: StepFigures, plan: Plan, density: float) -> None:
+def log_transition(metrics: StepMetrics, plan: Plan, density: float) -> None:
     log.info(
-        "step %d (epoch %d): the sparse phase begins, %s at density %.3g",
-        *(figures.step, figures.epoch, plan.algorithm, density),
+        "step %d (epoch %d): the sparse phase starts, %s at density %.3g",
+        *(metrics.step, metrics.epoch, plan.algorithm, density),
     )
 
 
-def say_epoch(figures: EpochFigures, next_lr: float) -> None:
-    if not figures.steps:
-        log.debug("epoch %d has no steps to average", figures.epoch)
+def log_epoch(metrics: EpochMetrics, next_lr: float) -> None:
+    if not metrics.steps:
+        log.debug("epoch %d has no steps to average", metrics.epoch)
         return
-    loss = "no finite loss" if figures.loss is None else f"loss {figures.loss:.4f}"
-    skipped = f", {figures.skipped} of them skipped" if figures.skipped else ""
+    loss = "no finite loss" if metrics.loss is None else f"loss {metrics.loss:.4f}"
+    skipped = f", {metrics.skipped} of them skipped" if metrics.skipped else ""
     log.info(
         "epoch %d: %s, %d steps%s, %.1f samples/s, lr %.6g, then %.6g",
-        *(figures.epoch, loss, figures.steps, skipped, figures.samples_per_second, figures.lr, next_lr),
+        *(metrics.epoch, loss, metrics.steps, skipped, metrics.samples_per_second, metrics.lr, next_lr),
     )
-    gpu = f", {figures.gpu_bytes / 1e9:.2f} GB on the GPU" if figures.gpu_bytes else ""
+    gpu = f", {metrics.gpu_bytes / 1e9:.2f} GB on the GPU" if metrics.gpu_bytes else ""
     log.info(
         "  a step: %.0f ms, forward+backward %.0f ms, data %.1f ms, exposed communication %.1f ms; "
         "memory %.2f GB%s; slowest: rank %d (%.2f of the mean)",
-        *(1e3 * s for s in (figures.step_seconds, figures.compute_seconds)),
-        *(1e3 * s for s in (figures.data_seconds, figures.exposed_seconds)),
-        *(figures.memory_bytes / 1e9, gpu, figures.slowest_rank, figures.slowest_ratio),
+        *(1e3 * s for s in (metrics.step_seconds, metrics.compute_seconds)),
+        *(1e3 * s for s in (metrics.data_seconds, metrics.exposed_seconds)),
+        *(metrics.memory_bytes / 1e9, gpu, metrics.slowest_rank, metrics.slowest_ratio),
     )
-    for phase, means in figures.phases.items():
-        log.info("  %s", phase_line(phase, means))
+    for phase, means in metrics.phases.items():
+        log.info("  %s", format_phase(phase, means))
 
 
-def phase_line(phase: str, means: Mapping[str, Any]) -> str:
-    """Averages of the steps of a phase."""
+def format_phase(phase: str, means: Mapping[str, Any]) -> str:
+    """Format the averages over the steps of a phase."""
     if phase == "dense":
         density = "density 1"
     else:
         density = (
-            f"density {means['local_density']:.4g} (asked for {means['target_density']:.4g}, "
+            f"density {means['local_density']:.4g} (target {means['target_density']:.4g}, "
             f"result {means['global_density']:.4g})"
         )
     return (
@@ -120,16 +120,16 @@ def phase_line(phase: str, means: Mapping[str, Any]) -> str:
     )
 
 
-def say_validation(epoch: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:
+def log_validation(epoch: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:
     texts = {name: f"{value:.4f}" if math.isfinite(value) else "not finite" for name, value in figures.items()}
     values = ", ".join(f"{name} {text}" for name, text in texts.items())
-    log.info("epoch %d: %s", epoch, values or "nothing to validate with")
+    log.info("epoch %d: %s", epoch, values or "no validation data")
     for line in shown:
         log.info("  %s", line)
 
 
-def summary_table(phases: Mapping[str, Mapping[str, Any]]) -> str:
-    """The phases of a run side by side."""
+def format_summary(phases: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format the phases of a run side by side."""
     rows = (
         ("steps", "steps", "{:.0f}", 1.0),
         ("skipped steps", "skipped", "{:.0f}", 1.0),
@@ -143,7 +143,7 @@ def summary_table(phases: Mapping[str, Mapping[str, Any]]) -> str:
         ("compression ratio", "compression_ratio", "{:.2f}", 1.0),
         ("communication size, bytes", "payload_bytes", "{:,.0f}", 1.0),
         ("sent by rank 0, bytes", "sent_bytes", "{:,.0f}", 1.0),
-        ("density asked for", "target_density", "{:.4g}", 1.0),
+        ("target density", "target_density", "{:.4g}", 1.0),
         ("density sent", "local_density", "{:.4g}", 1.0),
         ("density of the result", "global_density", "{:.4g}", 1.0),
     )

@@ -1,4 +1,4 @@
-"""The picture of a simulation: step time and bytes against the number of ranks."""
+"""Plot a simulation: step time and bytes against the number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARKS = "osD^vP"
 
 
 def draw(path: Path, question: Question, answers: Sequence[Answer]) -> None:
-    """Write it to a file whose name tells the format, like simulate.png."""
+    """Plot to a file; its suffix selects the format, as in simulate.png."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")

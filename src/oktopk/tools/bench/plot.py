@@ -1,4 +1,4 @@
-"""The records as a picture: a panel per link, a bar per contender."""
+"""Plot the records: one panel per link, one bar per contender."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from oktopk.utils.files import atomic_path
 
-from .figures import Record, is_limit
-from .names import BACKWARD, ours
+from .names import BACKWARD, parse_contender
+from .records import Record, is_limit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _OURS, _TORCH, _FLOOR = "#0b6e99", "#9aa5b1", "#d9a441"
 _WIDTH, _ROW, _FRAME = 4.6, 0.34, 1.7
 _ROOM = 30.0
-"""The axis goes that many times as far as the longest bar, so that its label has room beside it."""
+"""Axis length relative to the longest bar, to make room for its label."""
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Write the picture of the step times."""
+    """Plot the step times to a file."""
     from matplotlib.figure import Figure
 
     links = list(dict.fromkeys(record["link"] for record in records))
@@ -32,14 +32,14 @@ def draw(records: Sequence[Record], path: Path) -> None:
         _panel(panel, [record for record in records if record["link"] == link])
         panel.set_title(_title(link))
     figure.suptitle(_headline(records[0]))
-    figure.supxlabel("beside a bar: median · how many times as fast as ddp · sent per rank and step", fontsize=8)
+    figure.supxlabel("labels: median · speedup over ddp · sent per rank and step", fontsize=8)
     with atomic_path(path) as draft:
         figure.savefig(draft, dpi=150, format=path.suffix.lstrip("."))
 
 
 def _headline(record: Record) -> str:
     return (
-        f"Backward with its exchange of gradients, median\n{record['model']}, {record['params'] / 1e6:.4g}M "
+        f"Backward with gradient exchange, median\n{record['model']}, {record['params'] / 1e6:.4g}M "
         f"parameters, {record['ranks']} ranks, density {100 * record['density']:g} %"
     )
 
@@ -70,11 +70,11 @@ def _panel(panel: Axes, records: Sequence[Record]) -> None:
 def _color(name: str) -> str:
     if name == BACKWARD or is_limit(name):
         return _FLOOR
-    return _TORCH if ours(name) is None else _OURS
+    return _TORCH if parse_contender(name) is None else _OURS
 
 
 def _label(record: Record) -> str:
-    """The time, how much faster that is than DDP, and what was sent."""
+    """Label a bar with its time, its speedup over DDP, and the bytes sent."""
     parts = [f"{1e3 * record['median_step_seconds']:,.0f} ms"]
     if record["name"] == BACKWARD:
         return parts[0]

@@ -1,4 +1,4 @@
-"""Running text as words, in the form of Penn Treebank: one sentence per line, words divided by spaces."""
+"""Text in the form of Penn Treebank: one sentence per line, words separated by spaces."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from ..problems import DataError
-from ..shard import check_share
-from .prose import embedded_prose
+from ..shard import check_shard
+from .synthetic import embedded_prose
 
 END, UNKNOWN = "<eos>", "<unk>"
 LIMIT = 10_000
 WINDOW = 35
-"""Words that a gradient reaches back over."""
+"""Words per window: how far backpropagation through time reaches."""
 STRETCH = 20 * WINDOW
 IGNORED = -100
-"""A target that does not count; the value PyTorch takes for it."""
+"""PyTorch's ignore_index: a target that does not count."""
 
 _TRAIN, _VALID = ("ptb.train.txt", "train.txt"), ("ptb.valid.txt", "valid.txt")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Words by their numbers; a word that is not in it has the number of <unk>.
+    """Maps words to numbers; unknown words map to <unk>.
 
     >>> vocabulary = Vocabulary.of("b a c a b d".split(), limit=3)
     >>> vocabulary.words, vocabulary.encode(["a", "d"]).tolist()
@@ -40,7 +40,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, text: Iterable[str], limit: int = LIMIT) -> Vocabulary:
-        """The most frequent words, the most frequent first, those of one frequency by name."""
+        """Make a vocabulary of the most frequent words, sorted by frequency, then by name."""
         counts = Counter(text)
         unknown = counts.pop(UNKNOWN, 0)
         kept = most_frequent(counts, limit - 1)
@@ -67,17 +67,19 @@ class Text:
 
 
 def read_text(folder: Path) -> Text:
-    """From ptb.train.txt and ptb.valid.txt, or train.txt and valid.txt."""
-    return _encoded(*(_marked(read_lines(_one_in(folder, names))) for names in (_TRAIN, _VALID)))
+    """Read ptb.train.txt and ptb.valid.txt, or train.txt and valid.txt."""
+    return _encode(*(_add_sentence_ends(read_lines(_find_file(folder, names))) for names in (_TRAIN, _VALID)))
 
 
 def embedded_text() -> Text:
     prose = embedded_prose()
-    return _encoded(*(_marked(s for document in part for s in document) for part in (prose.train, prose.valid)))
+    return _encode(
+        *(_add_sentence_ends(s for document in part for s in document) for part in (prose.train, prose.valid))
+    )
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file that has words in it."""
+    """Read the lines of a text file; an empty file is an error."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -85,35 +87,35 @@ def read_lines(path: Path) -> list[str]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not any(line.strip() for line in lines):
-        raise DataError(f"{path}: no words in it")
+        raise DataError(f"{path}: no words")
     return lines
 
 
-def _one_in(folder: Path, names: Sequence[str]) -> Path:
+def _find_file(folder: Path, names: Sequence[str]) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
     raise DataError(f"{folder}: " + (f"has no {' or '.join(names)}" if folder.is_dir() else "no such folder"))
 
 
-def _marked(lines: Iterable[str]) -> list[str]:
-    """All words, and <eos> after each sentence."""
+def _add_sentence_ends(lines: Iterable[str]) -> list[str]:
+    """All words, with <eos> after each sentence."""
     return [word for line in lines if line.strip() for word in (*line.split(), END)]
 
 
-def _encoded(train: list[str], valid: list[str]) -> Text:
+def _encode(train: list[str], valid: list[str]) -> Text:
     vocabulary = Vocabulary.of(train)
     return Text(vocabulary, vocabulary.encode(train), vocabulary.encode(valid))
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some words of several columns, and the word that follows each."""
+    """A window of words from several columns, and the next word of each."""
 
     words: Tensor  # [window, columns]
     targets: Tensor  # [window, columns]
     first: bool
-    """Whether nothing stands before it in this epoch."""
+    """Whether it is the first window of the epoch."""
 
     def __len__(self) -> int:
         return self.words.shape[1]
@@ -121,7 +123,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Columns:
-    """Training text cut into P · batch columns of equal length, which are read side by side, window by window.
+    """Training text split into P · batch columns of equal length, which are read in parallel, window by window.
 
     P = 2 ranks, batch 2, a text of 28 words, windows of 3:
 
@@ -129,7 +131,7 @@ class Columns:
         words     0 … 5   6 … 11  12 … 17 18 … 23     24 … 27 are left out
         rank      0       1       0       1
 
-    The text is a circle, and every epoch starts at another place: two successive epochs see every word.
+    The text is circular, and each epoch starts at another offset, so that two successive epochs see every word.
     """
 
     text: Tensor  # [words]
@@ -141,7 +143,7 @@ class Columns:
     window: int = WINDOW
 
     def __post_init__(self) -> None:
-        check_share(self.world, self.rank, self.seed, batch=self.batch, nsteps=self.nsteps, window=self.window)
+        check_shard(self.world, self.rank, self.seed, batch=self.batch, nsteps=self.nsteps, window=self.window)
         if self.steps == 0:
             raise DataError(
                 f"{len(self.text)} words do not fill one step of {self.world} ranks × batch {self.batch} × "
@@ -153,22 +155,22 @@ class Columns:
         return len(self.text) // (self.world * self.batch * self.window) // self.nsteps
 
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[Window]:
-        """This rank's windows of the epoch, nsteps for each step, from the given step on."""
+        """Yield this rank's windows of the epoch, nsteps per step, starting at `first_step`."""
         if not 0 <= first_step <= self.steps:
             raise DataError(f"step must be in 0 … {self.steps}, got {first_step}")
         circle = torch.roll(self.text, -self._start(epoch))
-        words, targets = self._mine(circle), self._mine(torch.roll(circle, -1))
+        words, targets = self._own_columns(circle), self._own_columns(torch.roll(circle, -1))
         for at in range(first_step * self.nsteps * self.window, len(words), self.window):
             yield Window(words[at : at + self.window], targets[at : at + self.window], first=at == 0)
 
-    def _mine(self, circle: Tensor) -> Tensor:
+    def _own_columns(self, circle: Tensor) -> Tensor:
         """[length of a column, batch]"""
         columns = self.world * self.batch
         length = self.steps * self.nsteps * self.window
         return circle[: columns * length].view(columns, length)[self.rank :: self.world].t().contiguous()
 
     def _start(self, epoch: int) -> int:
-        """Further on by the same distance each time: at least what was left out, at most all that was not."""
+        """Offset of an epoch: each one moves on by at least what the one before left out."""
         words = len(self.text)
         rest = words - self.steps * self.nsteps * self.window * self.world * self.batch
         distance = int(np.random.default_rng(self.seed).integers(rest, words - rest, endpoint=True))
@@ -177,26 +179,29 @@ class Columns:
 
 @dataclass(frozen=True)
 class Stretches:
-    """Validation text cut into stretches, which are the same for any number of ranks. Each is read from a window
-    before it, for the hidden state that it begins with; those targets do not count, so every word counts once."""
+    """Validation text split into stretches that are the same for any number of ranks.
+
+    Each stretch starts one window early, to warm up the hidden state; those targets are ignored, so every word
+    counts once.
+    """
 
     text: Tensor  # [words]
     before: int
-    """The word before the first one: <eos>."""
+    """The word before the first: <eos>."""
     world: int
     rank: int
     batch: int
 
     def batches(self) -> Iterator[list[Window]]:
-        """For this rank's stretches, `batch` at a time, the windows that follow each other."""
+        """Yield this rank's stretches, `batch` at a time, as lists of successive windows."""
         text = torch.cat([torch.tensor([self.before]), self.text])
-        mine = range(self.rank * STRETCH, len(self.text), self.world * STRETCH)
-        for at in range(0, len(mine), self.batch):
-            yield _side_by_side([_stretch(text, start) for start in mine[at : at + self.batch]])
+        own = range(self.rank * STRETCH, len(self.text), self.world * STRETCH)
+        for at in range(0, len(own), self.batch):
+            yield _side_by_side([_stretch(text, start) for start in own[at : at + self.batch]])
 
 
 def _stretch(text: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Words and targets; `start` is the place of the first word whose next one counts."""
+    """Words and targets of a stretch; `start` is the first word whose target counts."""
     context = max(start - WINDOW, 0)
     targets = text[context + 1 : start + STRETCH + 1].clone()
     words = text[context : context + len(targets)]

@@ -1,4 +1,4 @@
-"""The end of the owner: its labs are removed first, whether it exits or a signal ends it."""
+"""Remove the labs of this process before it ends, on exit or by a signal."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """A lab, as far as its owner's end is concerned."""
+    """A lab that must be closed before its process ends."""
 
     def close(self) -> None: ...
 
 
-live: set[Closable] = set()
-"""The labs of this process that have to be removed."""
+live_labs: set[Closable] = set()
+"""The labs of this process that must be removed."""
 _hold_lock, _holders, _held = threading.RLock(), 0, set[int]()
 
 
-def _abandon() -> None:
+def _close_all() -> None:
     with contextlib.ExitStack() as labs:
-        for lab in list(live):
+        for lab in list(live_labs):
             labs.callback(lab.close)
 
 
-def _disown() -> None:
+def _forget_all() -> None:
     global _holders
     _holders = 0
-    live.clear()
+    live_labs.clear()
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Remove the labs, then die of the signal."""
+    """Remove the labs, then raise the signal again with its default action."""
     if _holders:
         _held.add(number)
         return
-    _abandon()
+    _close_all()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """A signal waits for the end of this block: in its middle nobody knows what there is to remove."""
+def hold_signals() -> Iterator[None]:
+    """Delay signals until the end of this block, while the list of what to remove is incomplete."""
     global _holders
     with _hold_lock:
         _holders += 1
@@ -61,14 +61,14 @@ def signals_held() -> Iterator[None]:
 
 
 def watch_signals(watch: bool) -> None:
-    """Take over the signals that would end this process at once, or give them back."""
+    """Handle the signals that would end this process at once, or restore their default."""
     if threading.current_thread() is not threading.main_thread():
-        return  # Python allows it there only; the next lab sweeps
+        return  # Python only allows it there; the next lab cleans up
     old, new = (signal.SIG_DFL, _on_signal) if watch else (_on_signal, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is old:
             signal.signal(number, new)
 
 
-atexit.register(_abandon)
-os.register_at_fork(after_in_child=_disown)
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,13 +1,13 @@
-"""The folder of a run: what it was told, what happened, and where it can go on.
+"""The folder of a run: its options, its metrics, and its checkpoints.
 
-config.toml      every option with its origin; --config takes it
-plan.json        what it will do: steps, warm-up, bytes to be expected
-metrics.jsonl    a line for each reduction, step, epoch and validation
-timing.csv       a row for each step: where its time went
-events.out.…     the same for TensorBoard
-result.json      the figures at the end
-train.log        what the screen has shown
-checkpoints/     to go on from
+config.toml      every option with its origin; --config accepts it
+plan.json        the plan: steps, warm-up, expected bytes
+metrics.jsonl    one line per reduction, step, epoch and validation
+timing.csv       one row per step: where its time went
+events.out.…     the metrics for TensorBoard
+result.json      the final results
+train.log        the log
+checkpoints/     what --resume continues from
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from oktopk.metrics.sinks.flat import Row, finite
 from oktopk.utils.files import atomic_path, make_folder, remove_drafts, write_atomically
 
 from .config.options import ConfigError, TrainConfig
-from .config.origins import Resolved, as_toml
-from .figures import StepFigures
+from .config.origins import ResolvedConfig, to_toml
+from .metrics import StepMetrics
 
 CONFIG, PLAN, RESULT, CHECKPOINTS = "config.toml", "plan.json", "result.json", "checkpoints"
 METRICS, TIMING = "metrics.jsonl", "timing.csv"
@@ -40,23 +40,23 @@ _FROM_REDUCER = (
 
 
 def new_name(config: TrainConfig) -> str:
-    """For a run that was given no folder: what it is, and when it began."""
+    """Name a run without --out after its options and its start time."""
     now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")[:-3]
     density = "" if config.algorithm == "dense" else f"-{config.density:g}"
     return f"{config.dnn}-{config.algorithm}{density}-seed{config.seed}-{now}"
 
 
 def check_unused(folder: Path) -> None:
-    """A run is never written over another one."""
+    """Refuse a folder that already holds a run."""
     if (folder / CONFIG).exists():
-        raise ConfigError(f"{folder} holds a run: go on with it by --resume {folder}, or give another --out")
+        raise ConfigError(f"{folder} already holds a run: resume it with --resume {folder}, or pass another --out")
 
 
 class RunFolder:
-    """Written by rank 0; other ranks have a folder for checkpoints only.
+    """Rank 0 writes the folder; the other ranks only use its checkpoints.
 
-    Metrics are opened when it is known at which step the run goes on: what was written of later steps, by a
-    run that ended without saving them, is taken away.
+    open_metrics() is called once the first step is known. It removes the lines of later steps, which a run wrote
+    before it died without saving them.
     """
 
     def __init__(self, path: Path, writes: bool) -> None:
@@ -64,7 +64,7 @@ class RunFolder:
         self.checkpoints = path / CHECKPOINTS
         self._lines: JSONLSink | None = None
         self._board: TensorBoardSink | None = None
-        self._timing: Timing | None = None
+        self._timing: TimingFile | None = None
         self._log: logging.FileHandler | None = None
         if writes:
             make_folder(path)
@@ -73,30 +73,30 @@ class RunFolder:
             self._log = _log_to(path / "train.log")
 
     def open_metrics(self, step: int) -> list[MetricsSink]:
-        """From this step on; what the reducer is to tell about its steps."""
+        """Open the metric files from this step on; returns the sinks for the reducer."""
         if not self._writes:
             return []
         _rewind_lines(self.path / METRICS, step)
         _rewind_table(self.path / TIMING, step)
         self._lines = JSONLSink(self.path / METRICS)
         self._board = TensorBoardSink(self.path, first_step=step)
-        self._timing = Timing(self.path / TIMING)
+        self._timing = TimingFile(self.path / TIMING)
         return [self._lines, self._board]
 
-    def write_config(self, resolved: Resolved) -> None:
+    def write_config(self, resolved: ResolvedConfig) -> None:
         if self._writes:
-            write_atomically(self.path / CONFIG, as_toml(resolved).encode())
+            write_atomically(self.path / CONFIG, to_toml(resolved).encode())
 
-    def step(self, figures: StepFigures, event: Row) -> None:
-        """`event` is what the reducer says of the step, by flat_step."""
+    def write_step(self, metrics: StepMetrics, event: Row) -> None:
+        """Write a step; `event` has the reducer's columns, from flat_step."""
         if self._lines is None or self._board is None or self._timing is None:
             return
-        row = {name: value for name, value in asdict(figures).items() if name != "step"}
-        self.record("train", figures.step, row)
-        self._timing.write(figures, event)
+        row = {name: value for name, value in asdict(metrics).items() if name != "step"}
+        self.record("train", metrics.step, row)
+        self._timing.write(metrics, event)
 
     def record(self, kind: str, step: int, row: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl, and its numbers as curves "kind/name"."""
+        """Write a line of metrics.jsonl, and its numbers to TensorBoard as "kind/name"."""
         if self._lines is None or self._board is None:
             return
         clean = {name: finite(value) for name, value in row.items()}
@@ -104,10 +104,10 @@ class RunFolder:
         numbers = {f"{kind}/{name}": x for name, x in clean.items() if isinstance(x, (int, float))}
         self._board.add(step, numbers)
 
-    def plan(self, row: Mapping[str, Any]) -> None:
+    def write_plan(self, row: Mapping[str, Any]) -> None:
         self._write_json(PLAN, row)
 
-    def result(self, row: Mapping[str, Any]) -> None:
+    def write_result(self, row: Mapping[str, Any]) -> None:
         self._write_json(RESULT, row)
 
     def _write_json(self, name: str, row: Mapping[str, Any]) -> None:
@@ -115,13 +115,13 @@ class RunFolder:
             text = json.dumps(finite(row), indent=2, allow_nan=False) + "\n"
             write_atomically(self.path / name, text.encode())
 
-    def no_result(self) -> None:
-        """The run goes on: what it had come to before is no longer its result."""
+    def remove_result(self) -> None:
+        """Remove the result of an earlier end: the run continues."""
         if self._writes:
             (self.path / RESULT).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Everything, even if a part of it cannot be closed, on a full disk for one."""
+        """Close every file, even if one of them fails, for example on a full disk."""
         with ExitStack() as parts:
             if self._log is not None:
                 parts.callback(self._log.close)
@@ -131,11 +131,11 @@ class RunFolder:
                     parts.callback(part.close)
 
 
-class Timing:
-    """timing.csv; an existing file is continued."""
+class TimingFile:
+    """Writes timing.csv; appends to an existing file."""
 
     def __init__(self, path: Path) -> None:
-        own = [item.name for item in fields(StepFigures)]
+        own = [item.name for item in fields(StepMetrics)]
         self._names, self._path = [*own, *_FROM_REDUCER], path
         fresh = not path.exists() or path.stat().st_size == 0
         self._file = open(path, "a", newline="", encoding="utf-8")  # noqa: SIM115 - close() closes it
@@ -143,8 +143,8 @@ class Timing:
         if fresh:
             self._writer.writerow(self._names)
 
-    def write(self, figures: StepFigures, event: Row) -> None:
-        known = {**event, **asdict(figures)}
+    def write(self, metrics: StepMetrics, event: Row) -> None:
+        known = {**event, **asdict(metrics)}
         try:
             self._writer.writerow([known[name] for name in self._names])
             self._file.flush()
@@ -156,35 +156,35 @@ class Timing:
 
 
 def _rewind_lines(path: Path, step: int) -> None:
-    """Without the lines of this step and later ones; those of epochs and validations say how many are done."""
+    """Remove the lines of this step and later ones; epoch and validation lines hold the number of steps done."""
 
-    def stays(line: bytes) -> bool:
+    def keep(line: bytes) -> bool:
         try:
             row = json.loads(line)
             return bool(row["step"] < step + (row["event"] in ("epoch", "validation")))
         except (ValueError, KeyError, TypeError):
             return False
 
-    _keep_lines(path, stays)
+    _filter_lines(path, keep)
 
 
 def _rewind_table(path: Path, step: int) -> None:
-    def stays(line: bytes) -> bool:
+    def keep(line: bytes) -> bool:
         number = line.partition(b",")[0]
         return number == b"step" or (number.isdigit() and int(number) < step and line.endswith(b"\n"))
 
-    _keep_lines(path, stays)
+    _filter_lines(path, keep)
 
 
-def _keep_lines(path: Path, stays: Callable[[bytes], bool]) -> None:
-    """Rewrite a file without some of its lines; one that has none of them is left as it is."""
+def _filter_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
+    """Keep only the lines for which keep(line) is true; the file is rewritten only if it changes."""
     if not path.exists():
         return
     with open(path, "rb") as file:
-        if all(map(stays, file)):
+        if all(map(keep, file)):
             return
-    with open(path, "rb") as file, atomic_path(path) as draft, open(draft, "wb") as kept:
-        kept.writelines(line for line in file if stays(line))
+    with open(path, "rb") as file, atomic_path(path) as draft, open(draft, "wb") as out:
+        out.writelines(line for line in file if keep(line))
 
 
 def _log_to(path: Path) -> logging.FileHandler:

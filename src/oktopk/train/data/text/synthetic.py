@@ -1,8 +1,8 @@
-"""Embedded text, so that the trainer runs with no download: documents of an invented language.
+"""Generated text, so that the trainer runs without a download: documents in an invented language.
 
-It has what a language model can learn: words of Zipf frequencies, nouns that like certain verbs and adjectives,
-verbs that agree with a subject some words before, and documents that keep to a topic. The vocabulary is invented
-but for the function words.
+It has structure that a language model can learn: Zipf word frequencies, nouns that prefer certain verbs and
+adjectives, verbs that agree with a distant subject, and documents with one topic. All words but the function words
+are invented.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Prose:
 
 @cache
 def embedded_prose() -> Prose:
-    """Always the same; generated in less than a second."""
-    return Prose(_written(0, TRAIN_WORDS), _written(1, VALID_WORDS))
+    """Generate the text; it is always the same, and takes less than a second."""
+    return Prose(_write_documents(0, TRAIN_WORDS), _write_documents(1, VALID_WORDS))
 
 
-def _written(split: int, words: int) -> tuple[Document, ...]:
-    """Documents, one after the other, until there are so many words."""
+def _write_documents(split: int, words: int) -> tuple[Document, ...]:
+    """Write documents until they have this many words."""
     writer = _Writer(np.random.default_rng([_SEED, 1, split]))
     documents: list[Document] = []
     while words > 0:
@@ -59,7 +59,7 @@ class _Topic:
 
 @cache
 def _topics() -> tuple[_Topic, ...]:
-    """The ending of a word says what it is, so that no word is two things."""
+    """Make the vocabulary; the ending of a word tells its part of speech, so that no word has two."""
     random = np.random.default_rng([_SEED, 0])
     nouns = _stems(random, _TOPICS * _NOUNS, _CODAS)
     verbs = _stems(random, _TOPICS * _VERBS, ("ke", "ve", "de"))
@@ -81,20 +81,20 @@ def _stems(random: np.random.Generator, count: int, endings: Sequence[str]) -> t
 
 @cache
 def _zipf(count: int) -> tuple[float, ...]:
-    """Up to where a number in [0, 1) stands for the first, the second, … of so many things."""
+    """Cumulative Zipf probabilities of `count` items."""
     weights = [1 / (rank + 1) for rank in range(count)]
     return tuple(total / sum(weights) for total in accumulate(weights))
 
 
 class _Writer:
-    """Sentence after sentence; number 0 is the singular, 1 the plural."""
+    """Writes sentences; number 0 is singular, 1 plural."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self.random = random
         self.topic = _topics()[0]
 
     def document(self) -> Iterator[list[str]]:
-        """8 to 23 sentences about one topic. Some go on about the subject of the one before, by a pronoun."""
+        """Write 8 to 23 sentences on one topic. Some continue with a pronoun for the previous subject."""
         self.topic = _topics()[int(self.random.integers(_TOPICS))]
         noun, number = self._rank(_NOUNS), self._number()
         for sentence in range(int(self.random.integers(8, 24))):
@@ -105,7 +105,7 @@ class _Writer:
             yield [*self._subject(noun, number), *self._predicate(noun, number)]
 
     def _subject(self, noun: int, number: int) -> list[str]:
-        """Perhaps with a second noun between the first one and its verb, which does not agree with it."""
+        """Write a subject, sometimes with a second noun between the first and its verb, as a distractor."""
         words = self._noun_phrase(noun, number)
         if self._happens(0.2):
             words += ["of", *self._noun_phrase(self._favourite(noun, _NOUNS), self._number())]
@@ -131,7 +131,7 @@ class _Writer:
         return [*words, self.topic.nouns[noun] + ("s" if number == 1 else "")]
 
     def _favourite(self, of: int, count: int) -> int:
-        """Mostly one of the few that go with the word, else any."""
+        """Choose mostly one of the few words that go with the given one, else any."""
         if self._happens(0.8):
             return (of * 5 + self._rank(_FAVOURITES)) % count
         return self._rank(count)

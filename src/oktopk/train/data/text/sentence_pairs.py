@@ -1,4 +1,4 @@
-"""Pairs of sentences with masked words, as BERT is trained on: [CLS] a [SEP] b [SEP], where b follows a or not."""
+"""Sentence pairs with masked words for BERT: [CLS] a [SEP] b [SEP], where b follows a or is random."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..problems import DataError
-from .prose import embedded_prose
-from .words import IGNORED, most_frequent, read_lines
+from .ptb import IGNORED, most_frequent, read_lines
+from .synthetic import embedded_prose
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LENGTH = 128
@@ -32,21 +32,21 @@ Sentence = tuple[int, ...]
 
 
 def split_words(text: str) -> list[str]:
-    """In small letters without accents; every punctuation mark is a word.
+    """Split into lower-case words without accents; every punctuation mark is a word.
 
     >>> split_words("Don't go, Émile!")
     ['don', "'", 't', 'go', ',', 'emile', '!']
     """
     letters = unicodedata.normalize("NFD", text.lower())
-    return "".join(map(_in_its_place, letters)).split()
+    return "".join(map(_normalise_letter, letters)).split()
 
 
-def _in_its_place(letter: str) -> str:
-    """As it is, as a word of its own, or left out."""
+def _normalise_letter(letter: str) -> str:
+    """Keep a letter, make it a word of its own, or drop it."""
     kind = unicodedata.category(letter)
     if letter.isspace():
         return " "
-    if kind == "Mn" or kind[0] == "C":  # accents, and what cannot be seen
+    if kind == "Mn" or kind[0] == "C":  # accents and control characters
         return ""
     is_ideograph = "\u3400" <= letter <= "\u4dbf" or "\u4e00" <= letter <= "\u9fff"
     return f" {letter} " if is_ideograph or kind[0] == "P" or letter in string.punctuation else letter
@@ -54,7 +54,7 @@ def _in_its_place(letter: str) -> str:
 
 @dataclass(frozen=True)
 class WordPieces:
-    """A vocabulary of words and parts of words; parts that do not begin a word are written ##part.
+    """A WordPiece vocabulary: words and parts of words; parts that continue a word are written ##part.
 
     >>> pieces = WordPieces((*SPECIAL, "un", "##do", "##ing", "do"))
     >>> pieces.encode("Undoing nothing")
@@ -65,7 +65,7 @@ class WordPieces:
 
     @classmethod
     def read(cls, path: Path) -> WordPieces:
-        """One per line; the number of the line, from 0, is the number of the piece."""
+        """Read one piece per line; the line number, from 0, is the number of the piece."""
         pieces = [line.rstrip() for line in read_lines(path)]
         while not pieces[-1]:
             pieces.pop()
@@ -76,7 +76,7 @@ class WordPieces:
 
     @classmethod
     def of(cls, sentences: Iterable[str], limit: int = LIMIT) -> WordPieces:
-        """Whole words, the most frequent ones."""
+        """Make a vocabulary of the most frequent whole words."""
         counts = Counter(word for sentence in sentences for word in split_words(sentence))
         return cls((*SPECIAL, *most_frequent(counts, limit - len(SPECIAL))))
 
@@ -86,7 +86,7 @@ class WordPieces:
 
     @cached_property
     def ordinary(self) -> NDArray[np.int64]:
-        """The numbers of all pieces that text may have."""
+        """Numbers of all pieces but the special ones."""
         return np.array([number for number, piece in enumerate(self.pieces) if piece not in SPECIAL])
 
     def encode(self, text: str) -> Sentence:
@@ -102,7 +102,7 @@ class WordPieces:
         return self._known[word]
 
     def _pieces_of(self, word: str) -> Sentence:
-        """The longest piece that fits, from left to right; a word that this does not cover is unknown."""
+        """Split greedily into the longest pieces from left to right; [UNK] if that fails."""
         found: list[int] = []
         start = 0
         while start < len(word) <= _LONGEST_WORD:
@@ -118,7 +118,7 @@ class WordPieces:
 
 @dataclass(frozen=True)
 class Documents:
-    """Each is a list of sentences, in their order."""
+    """Training and validation documents, each a list of sentences."""
 
     pieces: WordPieces
     train: Sequence[Sequence[str]]
@@ -126,8 +126,10 @@ class Documents:
 
 
 def read_documents(folder: Path) -> Documents:
-    """From train.txt and valid.txt, or from the only text file, whose last twentieth is then the validation: a
-    sentence per line, an empty line between documents. The vocabulary is vocab.txt, or the words of the training.
+    """Read train.txt and valid.txt, or a single text file, whose last twentieth is used for validation.
+
+    Each line is a sentence; empty lines separate documents. The vocabulary is vocab.txt, or the words of the
+    training text.
     """
     train, valid = (_documents(lines) for lines in _train_and_valid(folder))
     vocabulary = folder / VOCABULARY_FILE
@@ -149,7 +151,7 @@ def _train_and_valid(folder: Path) -> tuple[list[str], list[str]]:
     texts = [path for path in sorted(folder.glob("*.txt")) if path.name != VOCABULARY_FILE]
     if len(texts) != 1:
         raise DataError(
-            f"{folder}: needs train.txt and valid.txt, or one text file to take both from; it has "
+            f"{folder}: expected train.txt and valid.txt, or a single text file; found "
             f"{', '.join(path.name for path in texts) or 'no text file'}"
         )
     lines = read_lines(texts[0])
@@ -164,14 +166,14 @@ def _documents(lines: Iterable[str]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Passage:
-    """Two or more sentences that follow each other, about as many as fit."""
+    """Two or more consecutive sentences, about as many as fit."""
 
     document: int
     sentences: tuple[Sentence, ...]
 
 
 def passages(document: int, sentences: Sequence[Sentence]) -> Iterator[Passage]:
-    """Every sentence comes, if there are two. One that is left alone at the end comes with the one before."""
+    """Split a document into passages; a single last sentence is joined by the one before it."""
     start = 0
     while start < len(sentences) and len(sentences) > 1:
         start = min(start, len(sentences) - 2)
@@ -184,7 +186,7 @@ def passages(document: int, sentences: Sequence[Sentence]) -> Iterator[Passage]:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """All [batch, 128] but `random`, which is [batch]: 0 where b follows a, 1 where it comes from elsewhere."""
+    """Tensors [batch, 128]; `random` is [batch]: 0 where b follows a, 1 where b is random."""
 
     words: Tensor
     segments: Tensor
@@ -201,8 +203,9 @@ class PairBatch:
 
 
 class Pairs:
-    """One sample for each passage. Where it is divided, what stands second and which words are masked is a
-    function of the seed, the epoch and the sample."""
+    """One sample per passage. Its split, its second part and its masked words are a function of the seed, the
+    epoch and the sample.
+    """
 
     def __init__(self, pieces: WordPieces, documents: Sequence[Sequence[str]], where: str, seed: int = 0) -> None:
         self.pieces = pieces
@@ -211,8 +214,8 @@ class Pairs:
         self.passages = [p for number, sentences in enumerate(encoded) for p in passages(number, sentences)]
         if len(self.passages) < 2:
             raise DataError(
-                f"{where}: {len(self.passages)} passages of two or more sentences, and pairs need two at least; "
-                "put one sentence on each line and an empty line between documents"
+                f"{where}: {len(self.passages)} passages of two or more sentences, expected at least two; put "
+                "one sentence on each line and an empty line between documents"
             )
         counts = Counter(passage.document for passage in self.passages)
         self._starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
@@ -251,12 +254,12 @@ class Pairs:
         is_random = bool(random.random() < 0.5)
         second = sentences[cut:]
         if is_random:
-            other = self._any_elsewhere(random, sample)
+            other = self._random_passage(random, sample)
             second = other[int(random.integers(1, len(other))) :]
-        return (*fitted(sum(sentences[:cut], ()), sum(second, ())), is_random)
+        return (*truncate_pair(sum(sentences[:cut], ()), sum(second, ())), is_random)
 
-    def _any_elsewhere(self, random: np.random.Generator, sample: int) -> tuple[Sentence, ...]:
-        """A passage of another document, or where there is only one document, another passage."""
+    def _random_passage(self, random: np.random.Generator, sample: int) -> tuple[Sentence, ...]:
+        """Draw a passage of another document, or another passage if there is only one document."""
         document = self.passages[sample].document
         first, count = self._starts[document], self._counts[document]
         if count == len(self.passages):
@@ -267,8 +270,7 @@ class Pairs:
     def _mask(
         self, random: np.random.Generator, words: NDArray[np.int64], maskable: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Change 15 % of the words in place: 8 of 10 to [MASK], one to any other, and one stays. What they were
-        are the labels."""
+        """Mask 15 % of the words in place (80 % [MASK], 10 % random, 10 % unchanged); returns the labels."""
         labels = np.full((LENGTH,), IGNORED, dtype=np.int64)
         count = max(1, round(MASKED * len(maskable)))
         chosen = random.choice(maskable, count, replace=False)
@@ -283,10 +285,10 @@ class Pairs:
         return labels
 
 
-def fitted(a: Sentence, b: Sentence, room: int = _ROOM) -> tuple[Sentence, Sentence]:
-    """The beginnings of both that fit together; a short one leaves its room to the other.
+def truncate_pair(a: Sentence, b: Sentence, room: int = _ROOM) -> tuple[Sentence, Sentence]:
+    """Truncate both so that they fit together; a short one leaves its room to the other.
 
-    >>> fitted((1, 2, 3, 4), (5, 6, 7), room=4), fitted((1,), (2, 3, 4, 5), room=4)
+    >>> truncate_pair((1, 2, 3, 4), (5, 6, 7), room=4), truncate_pair((1,), (2, 3, 4, 5), room=4)
     (((1, 2), (5, 6)), ((1,), (2, 3, 4)))
     """
     a = a[: max(room - len(b), room // 2)]

@@ -1,4 +1,4 @@
-"""What a report shows, as one JSON document: the page is drawn from it and from nothing else."""
+"""Build the report as one JSON document, from which the page is drawn."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 from oktopk.metrics.sinks.flat import finite
 
 from .answers import answers, first_sparse
-from .messages import messages
+from .messages import count_messages
+from .parsing import LONGEST_TEXT, numbers, text
 from .phases import phases
-from .reading import LONGEST_TEXT, numbers, text
 from .runs import Run
 from .series import MOST_BUCKETS, series
 
 MOST_POINTS = 400
-"""Of a curve."""
+"""Points of a curve."""
 POINTS_OF_ALL_RUNS = 6000
 MOST_SKIPPED = 200
-"""Skipped steps that are listed one by one."""
+"""Limit on listed skipped steps."""
 
 
-def report(runs: Sequence[Run]) -> dict[str, Any]:
+def build_report(runs: Sequence[Run]) -> dict[str, Any]:
     most = max(50, min(MOST_POINTS, POINTS_OF_ALL_RUNS // max(1, len(runs))))
-    every = [of_run(run, most) for run in runs]
-    document: dict[str, Any] = finite({"runs": every, "finals": [final(one) for one in every]})
+    every = [describe_run(run, most) for run in runs]
+    document: dict[str, Any] = finite({"runs": every, "finals": [summarize_run(one) for one in every]})
     return document
 
 
-def of_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
-    means, moved = phases(run), messages(run)
+def describe_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
+    means, moved = phases(run), count_messages(run)
     return {
         "name": run.name,
         "about": {
-            **{name: run.said(name) for name in ("dnn", "dataset", "density", "seed", "parameters")},
+            **{name: run.lookup(name) for name in ("dnn", "dataset", "density", "seed", "parameters")},
             "algorithm": run.algorithm,
             "world": run.world,
             "steps": len(run.steps),
@@ -61,7 +61,7 @@ def _skipped(run: Run) -> dict[str, Any]:
 
 
 def _plan(run: Run) -> dict[str, Any]:
-    """What of the plan is text or a number, and its sentences on volume."""
+    """The texts and numbers of the plan, and its lines on volume."""
     volume = run.plan.get("volume")
     lines = [text(line) for line in volume] if isinstance(volume, list) else []
     words = {text(name): text(value) for name, value in run.plan.items() if isinstance(value, str)}
@@ -72,23 +72,24 @@ def _notes(run: Run) -> list[str]:
     buckets = {part.bucket for step in run.steps for part in step.reductions}
     notes = list(run.notes)
     if len(buckets) > MOST_BUCKETS:
-        notes.append(f"There are {len(buckets)} buckets: thresholds of the first {MOST_BUCKETS} are shown.")
+        notes.append(f"There are {len(buckets)} buckets: the thresholds of the first {MOST_BUCKETS} are shown.")
     traffic = sum(moved.bytes for step in run.steps for moved in step.traffic or ())
     sent = sum(step.numbers.get("sent_bytes", 0.0) for step in run.steps if step.traffic is not None)
     if abs(traffic - sent) > 0.5:
         notes.append(f"The bytes of the operations add up to {traffic:,.0f}, those of the steps to {sent:,.0f}.")
     if run.world is None and run.steps:
-        notes.append("The number of ranks is not known: there are no bounds to compare bytes with.")
+        notes.append("The number of ranks is not known, so there are no bounds to compare bytes with.")
     if run.world == 1:
-        notes.append("There is one rank only: nothing is sent, and there are no bounds.")
+        notes.append("There is only one rank: nothing is sent, and there are no bounds.")
     if any(len(step.culprits) == LONGEST_TEXT for step in run.steps):
-        notes.append(f"Long lists of culprits are cut after {LONGEST_TEXT} characters.")
+        notes.append(f"Long lists of non-finite parameters are cut after {LONGEST_TEXT} characters.")
     return notes
 
 
-def final(run: dict[str, Any]) -> dict[str, Any]:
-    """A run in one line: what it came to, and means over its sparse steps, or over its dense ones if it had no
-    other."""
+def summarize_run(run: dict[str, Any]) -> dict[str, Any]:
+    """Summarise a run in one row: its final metrics, and means over its sparse steps, or its dense steps if it has
+    no others.
+    """
     about, means = run["about"], run["phases"]
     phase = next((name for name in ("sparse", "dense") if name in means), None)
     of = means.get(phase, {})

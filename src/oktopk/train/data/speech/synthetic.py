@@ -1,7 +1,7 @@
-"""Embedded speech, so that the trainer runs with no download: written letters made audible.
+"""Generated speech, so that the trainer runs without a download: each letter becomes a sound.
 
-Every letter has its own spectrum (two resonances and a hiss), every speaker a pitch, a size, a speed and a voice,
-and every recording its noise. Nobody would understand it, but a network learns it as it learns AN4.
+Every letter has its own spectrum (two resonances and a hiss), every speaker a pitch, size, speed and voice, and
+every recording its noise. No human would understand it, but a network learns it as it learns AN4.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .phrases import phrase
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Raise it with every change of what is said or how it sounds: caches of other versions are not looked at."""
+"""Increase it with every change of the generated speech: caches of other versions are ignored."""
 TRAIN, VAL = 512, 64
 _TRAIN_SPEAKERS, _VAL_SPEAKERS = 32, 8
 _SEED = 4
 _SEGMENT = 2048
-"""The longest a letter may be, in samples."""
+"""Longest letter, in samples."""
 _BINS = np.fft.rfftfreq(_SEGMENT, 1 / SAMPLE_RATE)
 _EDGE = SAMPLE_RATE * 15 // 1000
 
@@ -47,7 +47,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Validation has speakers and phrases that training has not."""
+    """Validation uses other speakers and phrases than training."""
 
     train: tuple[Clip, ...]
     val: tuple[Clip, ...]
@@ -77,20 +77,20 @@ class Speaker:
 
 
 def embedded_speech(cache: Path | None = None) -> Corpus:
-    """From the cache; the first use, or a damaged cache, generates it (a few seconds)."""
+    """Load the speech from the cache; if it is missing or damaged, generate it, which takes a few seconds."""
     folder = cache_folder() if cache is None else cache
     path = folder / f"embedded-speech-v{VERSION}.bin"
     try:
         return _unpack(path.read_bytes())
     except FileNotFoundError:
-        log.info("generating the embedded speech into %s", path)
+        log.info("generating speech into %s", path)
     except (OSError, DataError) as error:
-        log.warning("generating the embedded speech anew: %s: %s", path, error)
+        log.warning("generating speech again: %s: %s", path, error)
     corpus = generate()
     try:
         write_atomically(path, _pack(corpus))
     except OSError as error:
-        log.warning("the embedded speech is not kept for the next run: %s: %s", path, error.strerror)
+        log.warning("could not cache the generated speech: %s: %s", path, error.strerror)
     return corpus
 
 
@@ -99,12 +99,12 @@ def cache_folder() -> Path:
 
 
 def generate(train: int = TRAIN, val: int = VAL) -> Corpus:
-    """The first utterances of the corpus, always the same ones."""
+    """Generate the first utterances of the corpus; they are always the same."""
     random = np.random.default_rng([_SEED, 0])
     reserved: list[str] = []
     while len(reserved) < VAL:
         said = phrase(random)
-        if " " in said and said not in reserved:  # training cannot do without the bare commands
+        if " " in said and said not in reserved:  # single commands stay in the training data
             reserved.append(said)
     spoken: list[str] = []
     while len(spoken) < TRAIN:
@@ -124,7 +124,7 @@ def _clip(name: str, speaker_number: int, text: str) -> Clip:
 
 
 def speak(text: str, speaker: Speaker, random: np.random.Generator) -> NDArray[np.int16]:
-    """Letter after letter, a pause for a space, and the noise of a room."""
+    """Synthesise the letters one after the other, with pauses for spaces and background noise."""
     seconds = speaker.letter_seconds * random.uniform(0.85, 1.15, len(text))
     steps = (seconds * SAMPLE_RATE).astype(int)
     lead, tail = (int(n) for n in random.integers(SAMPLE_RATE // 10, SAMPLE_RATE // 5, 2))
@@ -136,7 +136,7 @@ def speak(text: str, speaker: Speaker, random: np.random.Generator) -> NDArray[n
             length = min(int(step) + _EDGE, _SEGMENT)
             sound[at : at + length] += _letter(letter, length, pitch, speaker, random)
         at += int(step)
-        pitch *= 0.995  # voices fall towards the end
+        pitch *= 0.995  # the pitch falls towards the end
     sound = sound[: at + tail]
     level = float(np.sqrt(np.mean(sound**2))) or 1.0
     sound = sound / level + random.standard_normal(len(sound)) * 10 ** (-random.uniform(18, 30) / 20)
@@ -145,7 +145,7 @@ def speak(text: str, speaker: Speaker, random: np.random.Generator) -> NDArray[n
 
 
 def resonances(letter: str) -> tuple[float, float, float]:
-    """Two places of the voice and one of the hiss, in Hz, that no other letter has together.
+    """Two resonances and the hiss of a letter, in Hz; the combination is unique.
 
     >>> len({resonances(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ'"})
     27
@@ -157,7 +157,7 @@ def resonances(letter: str) -> tuple[float, float, float]:
 def _letter(
     letter: str, length: int, pitch: float, speaker: Speaker, random: np.random.Generator
 ) -> NDArray[np.float64]:
-    """A buzz at the speaker's pitch and some breath, shaped by the letter's resonances."""
+    """Shape a buzz at the speaker's pitch, plus breath noise, with the letter's resonances."""
     low, high, hiss = (place * speaker.size for place in resonances(letter))
     phase = np.arange(_SEGMENT) * (pitch / SAMPLE_RATE) + random.random()
     buzz = np.diff(np.floor(phase), prepend=np.floor(phase[0])) * np.sqrt(SAMPLE_RATE / pitch)
@@ -178,7 +178,7 @@ def _bump(center: float, width: float) -> NDArray[np.float64]:
 
 
 def _pack(corpus: Corpus) -> bytes:
-    """SHA-256 of the rest, then an npz of all samples in a row and who said what."""
+    """Pack a SHA-256 of the rest, then an npz with all samples and a description of the clips."""
     clips = corpus.train + corpus.val
     about = json.dumps(
         {
@@ -206,5 +206,5 @@ def _unpack(content: bytes) -> Corpus:
         )
         train = int(about["train"])
     except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(f"the cache holds something else: {error!r}") from error
+        raise DataError(f"the cache has unexpected content: {error!r}") from error
     return Corpus(clips[:train], clips[train:])

@@ -1,27 +1,27 @@
-"""The checks of what was measured: links, and whether compression pays."""
+"""Checks of the measurements: link speed, and whether compression is faster than dense."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-from .findings import OK, WARNING, Finding, World, ranks
-from .pays import DENSE
+from .findings import OK, WARNING, Finding, World, format_ranks
+from .step_times import DENSE
 
 UNSTEADY = 2.0
-"""A usual step that takes so many times longer than the best one tells of other work on the machine."""
-PAYS = 1.1
-"""Times faster that a sparse step must be: less is within what two measurements differ by."""
+"""If the median step takes this many times longer than the best, the machine is busy."""
+MIN_SPEEDUP = 1.1
+"""Smallest speedup to report: less is within measurement noise."""
 SLOW = 4.0
-"""A link that is so many times slower than others of its kind is a warning."""
+"""Warn about a link that is this many times slower than others of its kind."""
 
 
 def link_speed(world: World) -> Finding:
-    """Links within the host of rank 0, and those to other hosts."""
-    if world.apart:
-        return world.apart
+    """Check the links from rank 0 to ranks on its host, and to those on other hosts."""
+    if world.disconnected:
+        return world.disconnected
     if world.size == 1:
-        return Finding(OK, "there is one rank: nothing to talk to", "--ranks 2 starts two ranks of this machine")
+        return Finding(OK, "only one rank: no links", "--ranks 2 starts two ranks on this machine")
     hosts = [own["host"] for own in world.of("threads")]
     near: list[dict[str, Any]] = []
     far: list[dict[str, Any]] = []
@@ -31,7 +31,9 @@ def link_speed(world: World) -> Finding:
     slow = [link["peer"] for links in (near, far) for link in _slow(links)]
     found = "\n".join(lines)
     if slow:
-        return Finding(WARNING, f"{found}\nmuch slower than the others: to {ranks(slow)}", "look at these links")
+        return Finding(
+            WARNING, f"{found}\nmuch slower than the others: to {format_ranks(slow)}", "check these links"
+        )
     return Finding(OK, found)
 
 
@@ -54,45 +56,47 @@ def _slow(links: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [link for link in links if SLOW * link["bytes_per_second"] < usual]
 
 
-def whether_it_pays(world: World) -> Finding:
-    asked = world.asked
-    if world.apart:
-        return world.apart
-    if asked.params is None:
-        return Finding(OK, "not measured", "--params 25M or --dnn NAME measures whether it pays here")
+def compression_speedup(world: World) -> Finding:
+    request = world.request
+    if world.disconnected:
+        return world.disconnected
+    if request.params is None:
+        return Finding(OK, "not measured", "pass --params 25M or --dnn NAME to measure it")
     if world.size == 1:
-        again = f"torchrun --nproc-per-node 2 -m oktopk doctor --params {asked.params}, or add --ranks 2"
-        return Finding(OK, "one rank has nothing to send, so there is nothing to compress", again)
+        advice = f"torchrun --nproc-per-node 2 -m oktopk doctor --params {request.params}, or add --ranks 2"
+        return Finding(OK, "only one rank: nothing to send", advice)
     result = world.result("ways")
     dense, *sparse = result["ways"]
     best = min(sparse, key=lambda way: way["seconds"])
     lines = [
-        *_scaled(asked.params, result["entries"]),
+        *_describe_scaling(request.params, result["entries"]),
         *(_line(way, dense) for way in result["ways"]),
-        *_unsteady(result["ways"]),
+        *_describe_noise(result["ways"]),
     ]
     gain = dense["seconds"] / best["seconds"]
-    if gain >= PAYS:
-        head = f"pays: a dense step takes about {_ms(dense)}, {_name(best)} at {asked.density:.3g} {_ms(best)}"
+    if gain >= MIN_SPEEDUP:
+        head = f"faster: a dense step takes about {_ms(dense)}, {_name(best)} at {request.density:.3g} {_ms(best)}"
         return Finding(OK, "\n".join([f"{head}, {gain:.1f} times faster", *lines]), _settings(world, best))
-    head = f"does not pay here: a dense step takes about {_ms(dense)}, {_name(best)} {_ms(best)}"
-    return Finding(WARNING, "\n".join([head, *lines]), "leave auto on (auto=True, --auto): it goes dense then")
+    head = f"not faster here: a dense step takes about {_ms(dense)}, {_name(best)} {_ms(best)}"
+    return Finding(WARNING, "\n".join([head, *lines]), "keep auto on (auto=True, --auto): it then uses dense")
 
 
-def _scaled(params: int, entries: int) -> list[str]:
+def _describe_scaling(params: int, entries: int) -> list[str]:
     if entries == params:
         return []
-    return [f"measured on {entries:,} of {params:,} entries, and what grows with them is scaled"]
+    return [f"measured on {entries:,} of {params:,} entries, and scaled"]
 
 
-def _unsteady(ways: list[dict[str, Any]]) -> list[str]:
+def _describe_noise(ways: list[dict[str, Any]]) -> list[str]:
     spread = max(way["spread"] for way in ways)
-    busy = f"steps took up to {spread:.1f} times longer than these: believe it when the machine is quiet"
+    busy = f"steps took up to {spread:.1f} times longer than these: repeat this on an idle machine"
     return [busy] if spread > UNSTEADY else []
 
 
 def _line(way: dict[str, Any], dense: dict[str, Any]) -> str:
-    ring = " (ring)" if way["algorithm"] == DENSE else ""  # a library's sum cannot be looked into
+    ring = (
+        " (ring)" if way["algorithm"] == DENSE else ""
+    )  # modelled: the library's all-reduce does not report its bytes
     sent = f"{way['sent_bytes'] / 1e6:.3g} MB sent by a rank{ring}"
     return f"  {_name(way):<12}  {_ms(way):>9}  {dense['seconds'] / way['seconds']:5.2f} x  {sent}"
 
@@ -107,11 +111,10 @@ def _ms(way: dict[str, Any]) -> str:
 
 
 def _settings(world: World, best: dict[str, Any]) -> str:
-    """What to write, for a program and for its environment."""
-    told = world.of("threads")
-    here = sum(own["host"] == told[0]["host"] for own in told)
+    """The recommended settings of a program and its environment."""
+    facts = world.of("threads")
+    local = sum(own["host"] == facts[0]["host"] for own in facts)
     algorithm = "" if best["algorithm"] == "oktopk" else f'algorithm="{best["algorithm"]}", '
-    threads = max(1, len(told[0]["cores"]) // here)
-    return (
-        f'settings: {algorithm}density={world.asked.density}, values="{best["values"]}", OMP_NUM_THREADS={threads}'
-    )
+    threads = max(1, len(facts[0]["cores"]) // local)
+    values = f'values="{best["values"]}"'
+    return f"settings: {algorithm}density={world.request.density}, {values}, OMP_NUM_THREADS={threads}"

@@ -1,4 +1,4 @@
-"""What is measured of a step, and what becomes of it over an epoch, a phase and all ranks."""
+"""Metrics of a step, summed over an epoch, a phase and all ranks."""
 
 from __future__ import annotations
 
@@ -16,62 +16,64 @@ _KIB = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there, 
 
 
 @dataclass
-class StepFigures:
-    """One step on this rank, seconds by what they were spent on."""
+class StepMetrics:
+    """One step on this rank; the seconds say where its time went."""
 
     step: int
     epoch: int
     lr: float
     phase: str = ""
     loss: float | None = None
-    """Mean over the ranks where it is finite."""
+    """Mean over the ranks with a finite loss."""
     samples: int = 0
-    """Of those ranks."""
+    """Samples of the ranks with a finite loss."""
     skipped: bool = False
     gradient_norm: float | None = None
-    """After averaging, before clipping; None where nothing is clipped."""
+    """After averaging, before clipping; None without clipping."""
     data_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    """Waiting for communication after backward."""
+    """Communication that the step waited for after backward."""
     update_seconds: float = 0.0
     step_seconds: float = 0.0
 
     @contextmanager
-    def spent_on(self, what: str) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the duration of the block to `part`_seconds."""
         start = time.perf_counter()
         yield
-        name = f"{what}_seconds"
+        name = f"{part}_seconds"
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
 
-SECONDS = tuple(name for name in StepFigures.__dataclass_fields__ if name.endswith("_seconds"))
-MEASURED = (
+SECONDS = tuple(name for name in StepMetrics.__dataclass_fields__ if name.endswith("_seconds"))
+REDUCER_COLUMNS = (
     *("sparsity", "compression_ratio", "payload_bytes", "target_density", "local_density", "global_density"),
     *("sent_bytes", "received_bytes", "hidden_share"),
 )
-"""Columns of flat_step whose averages are shown, one for each phase."""
+"""Columns of flat_step that are averaged per phase."""
 
 
 @dataclass
-class Sums:
+class MetricSums:
     """Sums over steps, as plain numbers that a checkpoint can hold."""
 
     steps: int = 0
     skipped: int = 0
     loss: float = 0.0
-    """Of the losses of all samples that were finite."""
+    """Sum of the finite losses over their samples."""
     samples: float = 0.0
     amounts: dict[str, float] = field(default_factory=dict)
 
-    def add(self, figures: StepFigures, row: Mapping[str, Any]) -> None:
+    def add(self, metrics: StepMetrics, row: Mapping[str, Any]) -> None:
+        """Add a step; `row` has the reducer's columns, from flat_step."""
         self.steps += 1
-        self.skipped += figures.skipped
-        self.loss += (figures.loss or 0.0) * figures.samples
-        self.samples += figures.samples
-        columns = {name: getattr(figures, name) for name in SECONDS}
-        columns |= {name: row[name] for name in MEASURED if row[name] is not None}
+        self.skipped += metrics.skipped
+        self.loss += (metrics.loss or 0.0) * metrics.samples
+        self.samples += metrics.samples
+        columns = {name: getattr(metrics, name) for name in SECONDS}
+        columns |= {name: row[name] for name in REDUCER_COLUMNS if row[name] is not None}
         for name, value in columns.items():
             self.amounts[name] = self.amounts.get(name, 0.0) + float(value)
 
@@ -83,18 +85,18 @@ class Sums:
         return self.loss / self.samples if self.samples else None
 
     def row(self) -> dict[str, float | None]:
-        means = {name: self.mean(name) for name in (*SECONDS, *MEASURED)}
+        means = {name: self.mean(name) for name in (*SECONDS, *REDUCER_COLUMNS)}
         return {"steps": self.steps, "skipped": self.skipped, "loss": self.mean_loss, **means}
 
 
-class Phases:
-    """Sums for each phase, dense and sparse, that had a step."""
+class PhaseMetrics:
+    """MetricSums for each phase, dense and sparse, that has had a step."""
 
     def __init__(self, saved: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self.sums = {phase: Sums(**sums) for phase, sums in (saved or {}).items()}
+        self.sums = {phase: MetricSums(**sums) for phase, sums in (saved or {}).items()}
 
-    def add(self, figures: StepFigures, row: Mapping[str, Any]) -> None:
-        self.sums.setdefault(figures.phase, Sums()).add(figures, row)
+    def add(self, metrics: StepMetrics, row: Mapping[str, Any]) -> None:
+        self.sums.setdefault(metrics.phase, MetricSums()).add(metrics, row)
 
     def state_dict(self) -> dict[str, Any]:
         return {phase: asdict(sums) for phase, sums in self.sums.items()}
@@ -103,8 +105,8 @@ class Phases:
         return {phase: sums.row() for phase, sums in self.sums.items()}
 
     @property
-    def total(self) -> Sums:
-        whole = Sums()
+    def total(self) -> MetricSums:
+        whole = MetricSums()
         for sums in self.sums.values():
             whole.steps += sums.steps
             whole.skipped += sums.skipped
@@ -116,8 +118,8 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class RankEpoch:
-    """What a rank tells the others about its epoch: seconds per step, and memory."""
+class RankMetrics:
+    """A rank's epoch, as sent to the other ranks: seconds per step, and memory."""
 
     compute_seconds: float
     data_seconds: float
@@ -126,12 +128,12 @@ class RankEpoch:
     memory_bytes: int
     gpu_bytes: int
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
-    """For each phase, the mean over its steps."""
+    """Mean per step, by phase."""
 
     @staticmethod
-    def of(phases: Phases) -> RankEpoch:
+    def of(phases: PhaseMetrics) -> RankMetrics:
         sums = phases.total
-        return RankEpoch(
+        return RankMetrics(
             compute_seconds=sums.mean("forward_seconds") + sums.mean("backward_seconds"),
             data_seconds=sums.mean("data_seconds"),
             exposed_seconds=sums.mean("exposed_seconds"),
@@ -143,7 +145,7 @@ class RankEpoch:
 
 
 @dataclass(frozen=True)
-class EpochFigures:
+class EpochMetrics:
     """An epoch over all ranks."""
 
     epoch: int
@@ -159,24 +161,24 @@ class EpochFigures:
     exposed_seconds: float
     step_seconds: float
     memory_bytes: int
-    """The most that a rank has used so far."""
+    """Peak over all ranks so far."""
     gpu_bytes: int
     slowest_rank: int
-    """The rank whose forward and backward took longest."""
+    """The rank with the longest forward and backward."""
     slowest_ratio: float
     """Its time over the mean."""
     sent_bytes: Mapping[str, Sequence[float]]
-    """For each phase, what a step sent, rank by rank."""
+    """Mean per step of each rank, by phase."""
     phases: Mapping[str, Mapping[str, float | None]]
 
     @staticmethod
-    def of(epoch: int, lr: float, phases: Phases, ranks: Sequence[RankEpoch]) -> EpochFigures:
+    def of(epoch: int, lr: float, phases: PhaseMetrics, ranks: Sequence[RankMetrics]) -> EpochMetrics:
         whole = phases.total
         compute = [rank.compute_seconds for rank in ranks]
         mean = sum(compute) / len(ranks)
         slowest = max(range(len(ranks)), key=compute.__getitem__)
         elapsed = whole.amounts.get("step_seconds", 0.0)
-        return EpochFigures(
+        return EpochMetrics(
             epoch=epoch,
             steps=whole.steps,
             skipped=whole.skipped,

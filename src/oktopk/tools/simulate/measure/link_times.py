@@ -1,6 +1,6 @@
-"""One rank of a measurement of the links; `calibrate.py` runs them. Rank 0 says what was found.
+"""One rank of the link measurement, started by `calibrate.py`; rank 0 prints the result as JSON.
 
-python -m oktopk.tools.simulate.measure.shifts       with RANK and WORLD_SIZE in the environment
+python -m oktopk.tools.simulate.measure.link_times       with RANK and WORLD_SIZE in the environment
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SMALL, _LARGE, _LARGEST = 64, 1 << 20, 64 << 20
 _SEVERAL = 7
 _REPEATS, _LARGE_REPEATS = 51, 5
 _SECONDS = 0.3
-"""How long a large message should take: long enough that what a queue lets through at once does not matter."""
+"""Duration of a large message: long enough that the burst of a queue does not matter."""
 _TIMEOUT = 300.0
 
 
@@ -31,12 +31,12 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        os.environ.get("OKTOPK_MEETING", "env://"),
+        os.environ.get("OKTOPK_RENDEZVOUS", "env://"),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=_TIMEOUT),
     )
-    comm = GroupCommunicator.exclusive(timeout=_TIMEOUT)  # as those that training has
+    comm = GroupCommunicator.exclusive(timeout=_TIMEOUT)  # like those of training
     found = measure(comm)
     if comm.rank == 0:
         print(json.dumps(asdict(found)))
@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def measure(comm: Communicator) -> Network:
-    """From messages that are small, one by one and several at once, and some that are large.
+    """Measure with small messages, single and several at once, and with large ones; the same result on all ranks.
 
-    The same answer on all ranks. What more messages at once take longer is the overhead of each.
+    The overhead of a message is the extra time of several at once.
     """
     one, several = (_time_shifts(comm, _SMALL, _REPEATS, count) for count in (1, _SEVERAL))
     overhead = max(0.0, (several - one) / (_SEVERAL - 1))
@@ -59,7 +59,7 @@ def measure(comm: Communicator) -> Network:
 
 
 def _time_shifts(comm: Communicator, size: int, repeats: int, count: int = 1) -> float:
-    """Seconds of a shift: everybody sends so many messages to the ranks after it. Mean over ranks."""
+    """Seconds of a shift, in which every rank sends `count` messages to the ranks after it; mean over ranks."""
     message, taken = pack(torch.zeros(size, dtype=torch.uint8)), []
     operation = Operation("shift", "calibration")
     distances = [1 + index % (comm.world - 1) for index in range(count)]

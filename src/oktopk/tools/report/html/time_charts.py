@@ -1,4 +1,4 @@
-"""Charts of where the time of a step went: over the steps, and of each phase with the worker thread beside it."""
+"""Charts of the time of a step: over the steps, and per phase with the worker thread."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ def time_of_steps(run: Mapping[str, Any]) -> Chart | None:
     series = run["series"]
     if not any(any(values) for values in series["seconds"].values()):
         return None
-    traces = [_stacked(stage, series) for stage in STAGES]
+    traces = [_stack_stage(stage, series) for stage in STAGES]
     if any(series["hidden_seconds"]):
         hidden = _milliseconds(series["hidden_seconds"])
-        name = "hidden beside backward, not in the stack"
+        name = "hidden behind backward, not in the stack"
         traces.append(line(name, series["step"], hidden, colours.GREY, "ms", line={"dash": "dot"}))
     caption = (
-        "The stack is the step of rank 0. Stages of reductions are in it as far as they were exposed, that is, "
-        "training waited for them after backward."
+        "The stack is the step of rank 0. It includes the exposed part of the reductions, which training waited "
+        "for after backward."
     )
     shown = figure(traces, "step", "time per step (ms)", **transition(run))
     totals = [sum(filter(None, parts)) for parts in zip(*series["seconds"].values(), strict=True)]
     if top := _without_outliers(totals):
         shown["layout"]["yaxis"]["range"] = [0, 1e3 * top]
-        caption += " A few slow steps, such as those that compile, reach above the axis: zoom out to see them."
+        caption += " A few slow steps, such as those that compile kernels, exceed the axis: zoom out to see them."
     return Chart("time", "Time per step", caption, shown)
 
 
-def _stacked(stage: str, series: Mapping[str, Any]) -> Trace:
+def _stack_stage(stage: str, series: Mapping[str, Any]) -> Trace:
     name, colour = colours.STAGE_NAME[stage], colours.STAGE[stage]
     area = {"stackgroup": "step", "line": {"width": 0}, "fillcolor": colour}
     return line(name, series["step"], _milliseconds(series["seconds"][stage]), colour, "ms", **area)
 
 
 def _without_outliers(totals: Sequence[float]) -> float | None:
-    """Where an axis should end if a few points are far above all others.
+    """The end of the axis if a few points are far above all others.
 
     >>> _without_outliers([1.0] * 95 + [9.0]), _without_outliers([1.0, 2.0, 3.0])
     (1.2, None)
@@ -52,7 +52,7 @@ def _milliseconds(values: Sequence[float | None]) -> list[float | None]:
 
 
 def time_of_phases(run: Mapping[str, Any]) -> Chart | None:
-    """For each phase two bars on one clock: the step, and the worker thread beside it."""
+    """Two bars per phase on one time axis: the step, and the worker thread."""
     timed = {name: means for name, means in run["phases"].items() if means["seconds"]}
     if not timed:
         return None
@@ -64,8 +64,8 @@ def time_of_phases(run: Mapping[str, Any]) -> Chart | None:
             if ours:
                 traces.append(_bar_trace(stage, hidden, ours))
     caption = (
-        "Means over the steps of a phase but its first. Hatched work of the worker thread ran beside backward and "
-        "is hidden; solid work is what the step waited for. The two bars of a phase share their clock."
+        "Means over the steps of a phase but its first. Hatched work of the worker thread ran during backward and "
+        "is hidden; the step waited for solid work. The two bars of a phase share one time axis."
     )
     shown = figure(traces, "time (ms)", "", barmode="overlay", bargap=0.25)
     shown["layout"] |= {"hovermode": "closest"}
@@ -84,10 +84,10 @@ def _bars_of_phase(name: str, means: Mapping[str, Any]) -> list[Bar]:
     step = [(f"{name}: step", stage, False, seconds[stage]) for stage in STAGES]
     worker = [(f"{name}: worker", stage, True, hidden[stage]) for stage in WORK]
     worker += [(f"{name}: worker", stage, False, seconds[stage]) for stage in WORK]
-    return [*_laid_out(step, 0.0), *_laid_out(worker, max(0.0, handed_over - sum(hidden.values())))]
+    return [*_lay_out(step, 0.0), *_lay_out(worker, max(0.0, handed_over - sum(hidden.values())))]
 
 
-def _laid_out(parts: Sequence[tuple[str, str, bool, float]], start: float) -> list[Bar]:
+def _lay_out(parts: Sequence[tuple[str, str, bool, float]], start: float) -> list[Bar]:
     bars = []
     for row, stage, hidden, length in parts:
         bars.append((row, stage, hidden, start, length))

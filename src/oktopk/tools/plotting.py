@@ -1,4 +1,4 @@
-"""Whether a picture can be drawn, told before minutes of work are done for it."""
+"""Check that a plot can be written, before minutes of work are spent on it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def drawing_problem(path: Path) -> str | None:
-    """Why no picture can be drawn into this file, and what to do about it; None when one can."""
+def figure_problem(path: Path) -> str | None:
+    """Return why no plot can be written to this file, and what to do about it; None if it can."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
