@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos elastic kills fuzz soak wheel-smoke check bench clean
+.PHONY: help demo test quick seeds chaos elastic kills fuzz soak wheel-smoke check bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
@@ -15,33 +15,40 @@ demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machi
 	$(BIN)/oktopk train --config demo --ranks 2 --out $(out)
 	$(BIN)/oktopk report $(out) -o $(out)/report.html
 
-test: export OMP_NUM_THREADS := 1
+test quick seeds: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
+quick: $(INSTALLED) ## laws, contracts and units only, with fewer examples of each property, in 2 minutes
+	$(BIN)/python -m pytest -m quick -n 2 --dist worksteal --hypothesis-profile quick $(ARGS)
+
+seeds: $(INSTALLED) ## all property tests with 20 hypothesis seeds
+	for seed in $$(seq 0 19); do \
+		env -u CI $(BIN)/python -m pytest -m property -n 2 -q --hypothesis-seed=$$seed $(ARGS) || exit; \
+	done
+
 elastic kills: export OMP_NUM_THREADS := 1
-elastic kills: export PYTHONPATH := tests/contracts:tests/train
 elastic: $(INSTALLED) ## let a job of torchrun lose one of four hosts, and gain another
-	$(BIN)/python tests/multiprocess/elastic.py
+	$(BIN)/python -m stress.elastic.run
 
 kills: $(INSTALLED) ## kill training 200 times while it saves, and resume it; ARGS="--kills 20" for fewer
-	$(BIN)/python tests/multiprocess/save_deaths.py
-	$(BIN)/python tests/multiprocess/kills.py $(ARGS)
+	$(BIN)/python -m stress.kills.save_deaths
+	$(BIN)/python -m stress.kills.run $(ARGS)
 
 fuzz: export OMP_NUM_THREADS := 1
 fuzz: $(INSTALLED) ## a million messages for the decoders, nearly all damaged, for some minutes; one of them: make fuzz ARGS="--case 7"
-	$(BIN)/python tests/fuzz/fuzz_run.py $(ARGS)
+	$(BIN)/python -m stress.fuzz.run $(ARGS)
 
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) ## 20,000 steps through all that a long run meets, in 10 to 20 minutes; make soak ARGS="--seed 2"
-	$(BIN)/python benchmarks/soak.py $(ARGS)
+	$(BIN)/python -m stress.soak.run $(ARGS)
 
 wheel-smoke: $(INSTALLED) ## install the wheel in empty environments, for each Python that is here; needs the network
-	$(BIN)/python tests/packaging/every_python.py $(ARGS)
+	$(BIN)/python -m tests.support.wheel.every_python $(ARGS)
 
 chaos: export OMP_NUM_THREADS := 1
 chaos: $(INSTALLED) ## let ranks fail in thousands of random ways; how many: make chaos ARGS="--threads 200 --processes 10"
-	$(BIN)/python tests/chaos/chaos.py $(ARGS)
+	$(BIN)/python -m stress.chaos.run $(ARGS)
 
 check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, layers
 	$(BIN)/ruff check .

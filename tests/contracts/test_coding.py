@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from oktopk.kernels import coding
+from oktopk.kernels import coding, types
 from oktopk.kernels.coding import IndexCode
 from oktopk.kernels.cpu import coding as coding_cpu
 from oktopk.kernels.values import Array, ValueCode
@@ -87,7 +87,7 @@ def index_bytes(region: Region, code: IndexCode, low: int) -> int:
         IndexCode.RAW64: 8 * count,
         IndexCode.DELTA8: count + 4 * one,
         IndexCode.DELTA16: 2 * count + 4 * two,
-        IndexCode.ELIAS_FANO: 8 * sum(coding.elias_fano_words(count, region.span, low)),
+        IndexCode.ELIAS_FANO: 8 * sum(types.elias_fano_words(count, region.span, low)),
         IndexCode.FULL: 0,
     }[code]
 

@@ -15,10 +15,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-import worlds
-from communicator_contracts import CONTRACTS
 
 from oktopk import Communicator, Metered, run_threads
+from tests.support import worlds
+from tests.support.communicator_contracts import CONTRACTS
 
 TIMEOUT = 15.0
 
@@ -113,6 +113,7 @@ def test_contract_on_threads(size: int, contract: str, metered: bool) -> None:
     run_threads(size, lambda comm: CONTRACTS[contract](Metered(comm) if metered else comm), TIMEOUT)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("contract", CONTRACTS)
 @pytest.mark.parametrize(("transport", "size"), PROCESS_WORLDS)
 def test_contract_on_processes(transport: str, size: int, contract: str, journals: Journals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import threading
 import time
@@ -11,35 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import worlds
-from communicator_contracts import CONTRACTS, assert_usable, letter
 
 from oktopk import Aborted, CommError, CommTimeout, Communicator, GroupCommunicator, OkTopkError, run_threads
 from oktopk.comm import alone, packed_bytes
+from tests.support import worlds
+from tests.support.communicator_contracts import (
+    CONTRACTS,
+    SILENCED,
+    all_here,
+    assert_usable,
+    letter,
+    operation_of,
+    wait_in_vain,
+)
+from tests.support.machine import heeded
 
 TIMEOUT = 15.0
 
 
 SHORT = 1.0
-SILENCED: dict[str, Callable[[Communicator], object]] = {
-    "recv": lambda comm: comm.recv(100, 0, "silence"),
-    "all_gather": lambda comm: comm.all_gather(letter(9), 100, "silence"),
-    "all_to_all": lambda comm: comm.all_to_all([letter(9)] * comm.world, 100, "silence"),
-    "broadcast": lambda comm: comm.broadcast(None, 100, "silence"),
-    "all_reduce": lambda comm: comm.all_reduce_(torch.ones(3), "silence"),
-}
-
-
-def wait_in_vain(comm: Communicator, name: str) -> tuple[Exception | None, float]:
-    """The error, and after how long."""
-    start = time.monotonic()
-    try:
-        SILENCED[name](comm)
-    except Exception as error:
-        return error, time.monotonic() - start
-    return None, time.monotonic() - start
 
 
 def silent_rank_zero(connect: Callable[..., Communicator], done: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -51,18 +43,12 @@ def silent_rank_zero(connect: Callable[..., Communicator], done: Path, options: 
     return waited
 
 
-def all_here(done: Path, comm: Communicator) -> None:
-    """Wait until all ranks have come as far as this: one that ends is not silent."""
-    (done / str(comm.rank)).touch()
-    worlds.wait_until(lambda: all((done / str(rank)).exists() for rank in range(comm.world)), 60)
-
-
 def assert_timed_out(name: str, waits: list[tuple[Exception | None, float]]) -> None:
     """The first to give up says why; by then its peers may find their connection to it closed."""
     for error, seconds in waits:
         assert isinstance(error, CommError), repr(error)
-        assert str(error).startswith(f"{name} (silence): "), error
-        assert seconds < SHORT + 10
+        assert str(error).startswith(operation_of(name)), error
+        assert seconds < SHORT + 30  # nobody waited for the timeout of its connection, or for ever
     timeouts = [error for error, _ in waits if isinstance(error, CommTimeout)]
     assert timeouts
     assert all(isinstance(error, TimeoutError) and "within 1 s" in str(error) for error in timeouts)
@@ -86,7 +72,7 @@ def test_who_is_silent_in_a_sum_is_named_on_threads(silent: int) -> None:
         error, _ = wait_in_vain(comm, "all_reduce")
         return str(error)
 
-    said = run_threads(4, job, 3 * SHORT)
+    said = run_threads(4, job, 20 * SHORT)
     assert said[(silent + 1) % 4] == f"all_reduce (silence): no message from rank {silent} within 1 s"
 
 
@@ -112,6 +98,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[worlds.Ou
         return {name: [ranks.outcome(1), ranks.outcome(2)] for name, ranks in started.items()}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", SILENCED)
 @pytest.mark.parametrize("world", SILENT_WORLDS)
 def test_a_silent_rank_is_a_timeout_on_processes(
@@ -132,12 +119,13 @@ def connect_late(connect: Callable[..., Communicator], done: Path) -> str | None
         return None
     try:
         with pytest.raises(CommError) as caught:
-            GroupCommunicator.exclusive(timeout=SHORT)
+            GroupCommunicator.exclusive(timeout=3 * SHORT)
         return str(caught.value)
     finally:
         (done / str(dist.get_rank())).touch()
 
 
+@pytest.mark.processes
 def test_who_does_not_come_to_connect_is_named(tmp_path: Path) -> None:
     said = worlds.run("gloo", 3, connect_late, tmp_path)
     for rank in (0, 2):
@@ -171,7 +159,7 @@ def test_an_error_of_one_thread_ends_all_at_once(size: int, error: BaseException
     with pytest.raises(type(error)) as caught:
         run_threads(size, job, timeout=100)
     assert caught.value is error
-    assert time.monotonic() - start < 20  # at once, not after the timeout
+    assert time.monotonic() - start < 50  # half of the timeout: nobody waited for it
     assert sorted(errors) == list(range(1, size))
     for other in errors.values():
         assert isinstance(other, Aborted)
@@ -189,7 +177,7 @@ def test_an_aborted_world_refuses_every_operation() -> None:
         with pytest.raises(Aborted):
             comm.recv(100, 0, "first")
         for name, operation in SILENCED.items():
-            with pytest.raises(Aborted, match=name):
+            with pytest.raises(Aborted, match=re.escape(operation_of(name))):
                 operation(comm)
             refused.append(name)
 
@@ -213,9 +201,9 @@ def test_an_interrupt_ends_the_threads(started: bool) -> None:
         stopped(errors, comm)
 
     before = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        run_threads(3, job, timeout=30)
-    assert worlds.wait_until(lambda: set(threading.enumerate()) <= before, 10)
+    with heeded(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        run_threads(3, job, timeout=60)
+    assert worlds.wait_until(lambda: set(threading.enumerate()) <= before, 60)
     assert {type(error) for error in errors.values()} == {Aborted}
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from backends import every_kernels, fast_kernels
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_inputs import (
+
+from oktopk.kernels import Backend, cpu, reference
+from tests.support.kernels.backends import every_kernels, fast_kernels
+from tests.support.kernels.inputs import (
     SPECIAL,
     Part,
     bits,
@@ -20,8 +22,6 @@ from kernel_inputs import (
     special_vector,
     sums,
 )
-
-from oktopk.kernels import Backend, cpu, reference
 
 # --- sparse arithmetic ---------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ def test_compiled_code_sums_no_part_that_it_cannot_read(wrong: str) -> None:
         "type of values": (torch.arange(3, dtype=torch.int32), torch.ones(3, dtype=torch.float64)),
         "size": (torch.arange(3, dtype=torch.int32), torch.ones(2)),
     }[wrong]
-    with pytest.raises(ValueError, match="cannot be summed"):
+    with pytest.raises(ValueError, match="cannot sum parts"):
         cpu.union_sum([first, second], 0, 10)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import worlds
-from communicator_contracts import CONTRACTS
 
 from oktopk import Aborted, CommTimeout, Communicator, WireError, run_threads
 from oktopk.comm import Operation, Subset, agree, pack
+from tests.support import worlds
+from tests.support.communicator_contracts import CONTRACTS
 
 TIMEOUT, SHORT = 60.0, 0.25
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from backends import DEVICE, ON_DEVICE, TritonKernels
-from kernel_inputs import bits, sparse_part, spread, sums
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import oktopk
 from oktopk import kernels
 from oktopk.kernels import Backend, cuda, reference
+from tests.support.kernels.backends import DEVICE, ON_DEVICE, TritonKernels
+from tests.support.kernels.inputs import bits, sparse_part, spread, sums
 
 pytestmark = ON_DEVICE
 
@@ -155,7 +155,8 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from oktopk.kernels import cuda, cuda_kernels
+from oktopk.kernels import cuda
+from oktopk.kernels.cuda import kernels as cuda_kernels
 
 FLOATS = {name: "*fp32" for name in ("x", "grad", "values", "out_values", "out", "sums")}
 COUNTS = {"tallies": "*i32", "grown": "*i32", "ends": "*i64", "touched": "*i8"}
@@ -183,6 +184,7 @@ for integer in ("i32", "i64"):
 """
 
 
+@pytest.mark.processes
 def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """To machine code, which needs no GPU: the interpreter lets types pass that the compiler refuses."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}

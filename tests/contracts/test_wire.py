@@ -110,7 +110,7 @@ def assert_round_trip(part: SparseVector, tag: Tag, code: ValueCode, raw: bool =
         assert (vector.size, nonfinite) == (part.size, False)
         assert blocked == pytest.approx(0.25, abs=20e-6)
         assert message.numel() % 8 == 0
-        assert message.numel() <= wire.capacity(len(part), tag.span, code)
+        assert message.numel() <= wire.max_message_bytes(len(part), tag.span, code)
         messages.append(message)
     assert torch.equal(*messages)
     return messages[0]
@@ -209,8 +209,8 @@ def test_an_empty_part_still_carries_the_flag() -> None:
 )
 def test_capacity_never_falls(code: ValueCode, count: int, span: int, slack: int) -> None:
     """Room for more entries, or for a larger region, is room for these."""
-    assert wire.capacity(count, span, code) <= wire.capacity(count + slack, span + slack, code)
-    assert wire.capacity(count, span, code) % 8 == 0
+    assert wire.max_message_bytes(count, span, code) <= wire.max_message_bytes(count + slack, span + slack, code)
+    assert wire.max_message_bytes(count, span, code) % 8 == 0
 
 
 def assert_no_worse_than_raw(part: SparseVector, tag: Tag) -> None:
@@ -279,7 +279,7 @@ def test_a_message_for_somebody_else_is_refused(wrong: str) -> None:
     message, tag = small_message()
     which, _, how = wrong.partition("=")
     other = tag._replace(**{which: getattr(tag, which) + (1 if how == "more" else -1)})
-    assert_refused(message, other, "another one")
+    assert_refused(message, other, "unexpected message")
 
 
 BAD_OFFSETS = {

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 # --- without Numba -------------------------------------------------------------------------------------------
 
 NO_NUMBA = """
@@ -50,6 +52,7 @@ print(json.dumps(digests))
 """
 
 
+@pytest.mark.processes
 def test_the_library_is_the_same_without_numba() -> None:
     """Every algorithm, four steps with residuals on three ranks: the same bits, only slower."""
     command = [sys.executable, "-W", "error", "-c", NO_NUMBA + COLLECTIVE + TELL]

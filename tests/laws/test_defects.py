@@ -9,7 +9,6 @@ import threading
 
 import pytest
 import torch
-from laws.harness import WORLDS, assert_laws, bits, heavy_tailed, run
 from torch import Tensor
 
 import oktopk
@@ -19,6 +18,7 @@ from oktopk.algorithms.base import equal_regions
 from oktopk.algorithms.oktopk import balanced_regions, overlap
 from oktopk.comm import Operation, Pending
 from oktopk.wire.sparse_vector import SparseVector
+from tests.support.laws import WORLDS, assert_laws, bits, heavy_tailed, run
 
 SIZE = 1009
 SPARSE = [name for name in oktopk.ALGORITHMS if name != "dense"]
@@ -286,6 +286,7 @@ def test_the_largest_numbers_never_become_infinite(algorithm: str, world: int) -
         assert outcome.after.isfinite().all()
 
 
+@pytest.mark.processes
 def test_a_forked_child_has_kernels_that_work() -> None:
     """The pool of the parent has no threads in the child; a new one is made."""
     program = (

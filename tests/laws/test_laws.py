@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laws.harness import WORLDS, assert_conservation, assert_laws, bits, heavy_tailed, run
 from torch import Tensor
 
 import oktopk
+from tests.support.laws import WORLDS, assert_conservation, assert_laws, bits, heavy_tailed, run
 
 SIZE = 1009
 SHAPES = {  # size and density

@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from laws.harness import Outcome, Steps, assert_laws, heavy_tailed, run
 from torch import Tensor
 
 import oktopk
 from oktopk.algorithms import OkTopk
 from oktopk.comm import Traffic, total
 from oktopk.wire.message import HEADER_BYTES
+from tests.support.laws import Outcome, Steps, assert_laws, heavy_tailed, run
 
 SIZE, DENSITY = 20_011, 0.02
 K = int(SIZE * DENSITY)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from building import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.support.paths import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,9 +24,9 @@ PLACES = {  # the first that fits
     "comm/mpi.py": "mpi",
     "tools/doctor/mpi.py": "mpi",
     "kernels/cuda": "cuda",
-    "sinks/tensorboard.py": "train",
+    "metrics/sinks/tensorboard.py": "train",
     "train/": "train",
-    "cli/data.py": "train",
+    "cli/commands/data.py": "train",
     "tools/": "report",
     "": LIBRARY,
 }

@@ -8,10 +8,13 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from building import ROOT, Distributions, add, build, environment
+
+from tests.support.paths import ROOT
+from tests.support.wheel import installed
+from tests.support.wheel.building import Distributions, add, build, environment
 
 EXTRAS = ("mpi", "train", "report")
-SMOKE = Path(__file__).with_name("installed.py")
+SMOKE = installed.__file__
 RANKS = "1"
 """Which train; `make wheel-smoke` has two."""
 _SECONDS = 300
@@ -47,7 +50,7 @@ def test_the_source_distribution_has_them_too(built: Distributions) -> None:
 def smoke(python: Path, kind: str, folder: Path) -> None:
     folder.mkdir()
     done = subprocess.run(
-        [str(python), "-I", "-W", "error", str(SMOKE), kind, RANKS],
+        [str(python), "-I", "-W", "error", SMOKE, kind, RANKS],
         cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,11 +15,11 @@ import pytest
 from oktopk.train import launch
 from oktopk.train.config.options import ConfigError
 from oktopk.train.launch import (
-    Place,
+    RankInfo,
     _first_host,
-    _rendezvous_of_slurm,
+    _slurm_rendezvous,
     check_world,
-    find_place,
+    detect_rank,
     restart_problem,
     run_ranks,
 )
@@ -35,39 +35,39 @@ OPEN_MPI = {
 }
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
 PLACES = (
-    (TORCHRUN, None, Place("torchrun", 3, 4, 1, 2)),
-    (MPICH, None, Place("MPI", 3, 4, 1, 2)),
-    (OPEN_MPI, None, Place("MPI", 3, 4, 1, 2)),
-    (SRUN, None, Place("srun", 3, 4, 1, 2)),
-    ({}, None, Place("alone", 0, 1)),
+    (TORCHRUN, None, RankInfo("torchrun", 3, 4, 1, 2)),
+    (MPICH, None, RankInfo("MPI", 3, 4, 1, 2)),
+    (OPEN_MPI, None, RankInfo("MPI", 3, 4, 1, 2)),
+    (SRUN, None, RankInfo("srun", 3, 4, 1, 2)),
+    ({}, None, RankInfo("alone", 0, 1)),
     # the ranks that --ranks starts
-    ({**TORCHRUN, "OKTOPK_STARTED_BY": "--ranks"}, None, Place("--ranks", 3, 4, 1, 2)),
+    ({**TORCHRUN, "OKTOPK_STARTED_BY": "--ranks"}, None, RankInfo("--ranks", 3, 4, 1, 2)),
     # a launcher that does not know the hosts: all on one, or --nwpernode on each
-    ({"PMI_RANK": "3", "PMI_SIZE": "4"}, None, Place("MPI", 3, 4, 3, 4)),
-    ({"PMI_RANK": "3", "PMI_SIZE": "4"}, 2, Place("MPI", 3, 4, 1, 2)),
+    ({"PMI_RANK": "3", "PMI_SIZE": "4"}, None, RankInfo("MPI", 3, 4, 3, 4)),
+    ({"PMI_RANK": "3", "PMI_SIZE": "4"}, 2, RankInfo("MPI", 3, 4, 1, 2)),
     # one that does know is believed
-    (MPICH, 4, Place("MPI", 3, 4, 1, 2)),
+    (MPICH, 4, RankInfo("MPI", 3, 4, 1, 2)),
     # mpirun or torchrun inside of a job of SLURM
-    ({**SRUN, **MPICH, "PMI_RANK": "0"}, None, Place("MPI", 0, 4, 1, 2)),
-    ({**SRUN, **MPICH, **TORCHRUN, "RANK": "2"}, None, Place("torchrun", 2, 4, 1, 2)),
+    ({**SRUN, **MPICH, "PMI_RANK": "0"}, None, RankInfo("MPI", 0, 4, 1, 2)),
+    ({**SRUN, **MPICH, **TORCHRUN, "RANK": "2"}, None, RankInfo("torchrun", 2, 4, 1, 2)),
     # the script of a job is no rank: only srun starts steps
-    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, Place("alone", 0, 1)),
-    ({"WORLD_SIZE": "4"}, None, Place("alone", 0, 1)),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, RankInfo("alone", 0, 1)),
+    ({"WORLD_SIZE": "4"}, None, RankInfo("alone", 0, 1)),
 )
 
 
 @pytest.mark.parametrize(("environment", "nwpernode", "place"), PLACES)
-def test_item_19_launchers(environment: dict[str, str], nwpernode: int | None, place: Place) -> None:
-    assert find_place({"HOME": "x", **environment}, nwpernode) == place
+def test_item_19_launchers(environment: dict[str, str], nwpernode: int | None, place: RankInfo) -> None:
+    assert detect_rank({"HOME": "x", **environment}, nwpernode) == place
 
 
 def test_item_19_nworkers_must_be_the_real_number_of_ranks() -> None:
-    check_world(Place("MPI", 0, 2), 2)
-    check_world(Place("MPI", 0, 2), None)
+    check_world(RankInfo("MPI", 0, 2), 2)
+    check_world(RankInfo("MPI", 0, 2), None)
     with pytest.raises(ConfigError, match=r"--nworkers is 2, but there is 1 rank \(alone\): .*--ranks 2"):
-        check_world(Place("alone", 0, 1), 2)
+        check_world(RankInfo("alone", 0, 1), 2)
     with pytest.raises(ConfigError, match=r"--nworkers is 1, but there are 3 ranks \(torchrun\)"):
-        check_world(Place("torchrun", 0, 3), 1)
+        check_world(RankInfo("torchrun", 0, 3), 1)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
     assert _first_host(hosts) == first
 
 
-def test_a_job_that_may_be_restarted_is_told_of_a_store_that_outlives_its_ranks() -> None:
+def test_a_job_that_may_be_restarted_gets_a_store_that_outlives_it() -> None:
     kept, restarts = {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"TORCHELASTIC_MAX_RESTARTS": "3"}
     assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(restart_problem({**kept, **restarts}))
     assert restart_problem({**kept, "TORCHELASTIC_MAX_RESTARTS": "0"}) is None
@@ -99,7 +99,7 @@ def test_all_ranks_of_srun_find_the_same_port(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NODELIST", "n[08-09]")
     monkeypatch.setenv("SLURM_JOB_ID", "123456789")
-    found = [_rendezvous_of_slurm(Place("srun", rank, 2)) for rank in range(2)]
+    found = [_slurm_rendezvous(RankInfo("srun", rank, 2)) for rank in range(2)]
     assert [variables.pop("RANK") for variables in found] == ["0", "1"]
     assert found[0] == found[1] == {"WORLD_SIZE": "2", "MASTER_ADDR": "n08", "MASTER_PORT": "36789"}
 
@@ -135,7 +135,7 @@ def test_item_20_ranks_get_what_torchrun_would_give_them(tmp_path: Path, monkeyp
     ranks = noted(tmp_path, 3)
     assert len({pid for pid, _ in ranks}) == 3
     for rank, (pid, environment) in enumerate(ranks):
-        assert find_place(environment) == Place("--ranks", rank, 3, rank, 3)
+        assert detect_rank(environment) == RankInfo("--ranks", rank, 3, rank, 3)
         assert environment["MASTER_ADDR"] == "127.0.0.1"
         assert environment["MASTER_PORT"] == ranks[0][1]["MASTER_PORT"]
         assert int(environment["OMP_NUM_THREADS"]) == max(1, (os.cpu_count() or 1) // 3)

@@ -9,10 +9,10 @@ from signal import Signals
 
 import pytest
 import torch
-from runs import BATCH, Batch, Recipe, Regression, Runs, buffers
 
 from oktopk.train.checkpoint.replicas import ReplicaError
-from oktopk.train.figures import MEASURED, EpochFigures, Phases, RankEpoch, StepFigures
+from oktopk.train.metrics import REDUCER_COLUMNS, EpochMetrics, PhaseMetrics, RankMetrics, StepMetrics
+from tests.support.train.runs import BATCH, Batch, Recipe, Regression, Runs, buffers
 
 
 @pytest.fixture
@@ -84,17 +84,17 @@ def test_17_the_loss_of_an_epoch_is_the_mean_over_all_ranks_and_batches(runs: Ru
 
 
 def test_17_the_summary_is_over_all_ranks_and_names_the_slowest() -> None:
-    phases = Phases()
-    row = dict.fromkeys(MEASURED, 1.0)
+    phases = PhaseMetrics()
+    row = dict.fromkeys(REDUCER_COLUMNS, 1.0)
     for step, loss in enumerate((4.0, None, 2.0)):
-        figures = StepFigures(step, 0, 0.01, "dense", loss, 0 if loss is None else 24, skipped=loss is None)
+        figures = StepMetrics(step, 0, 0.01, "dense", loss, 0 if loss is None else 24, skipped=loss is None)
         figures.step_seconds = 2.0
         phases.add(figures, row)
     ranks = [
-        RankEpoch(compute, 0.2, 0.1, compute + 1, 10**9 * rank, 0, {"dense": 100.0 * rank})
+        RankMetrics(compute, 0.2, 0.1, compute + 1, 10**9 * rank, 0, {"dense": 100.0 * rank})
         for rank, compute in enumerate((1, 4, 1))
     ]
-    epoch = EpochFigures.of(7, 0.01, phases, ranks)
+    epoch = EpochMetrics.of(7, 0.01, phases, ranks)
     assert (epoch.epoch, epoch.steps, epoch.skipped, epoch.loss, epoch.samples) == (7, 3, 1, 3.0, 48)
     assert (epoch.slowest_rank, epoch.slowest_ratio) == (1, 2.0)
     assert (epoch.compute_seconds, epoch.data_seconds, epoch.exposed_seconds) == pytest.approx((2.0, 0.2, 0.1))
@@ -140,7 +140,7 @@ def test_parameters_that_differ_between_ranks_end_the_run_on_all_of_them(runs: R
     recipe = Recipe(samples=4 * BATCH * 3, before=meddle)
     ran = runs(world=3, recipe=recipe, max_epochs=4)
     for said in ran.errors(ReplicaError):
-        assert said.startswith("epoch 1: the parameters of rank 1 are not those of rank 0")
+        assert said.startswith("epoch 1: the parameters of rank 1 differ from those of rank 0")
 
 
 def test_buffers_become_the_mean_over_ranks_at_the_end_of_an_epoch(runs: Runs) -> None:

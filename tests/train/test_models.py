@@ -208,7 +208,7 @@ def test_normalisation_is_over_all_real_frames() -> None:
         torch.testing.assert_close(norm.running_mean, x.mean(0))
 
 
-def test_the_output_is_log_probabilities_and_ctc_is_the_sum_over_all_alignments() -> None:
+def test_outputs_are_log_probabilities_and_ctc_sums_over_alignments() -> None:
     torch.manual_seed(2)
     model = SpeechLSTM(Widths(channels=4, hidden=16), labels=4)
     out, steps = model(torch.randn(2, 1, 161, 10), torch.tensor([10, 7]))
@@ -261,8 +261,8 @@ def test_lookahead_sums_the_steps_that_follow() -> None:
     [
         ((2, 161, 30), [30, 30], r"\[batch, 1, 161, time\], got \[2, 161, 30\]"),
         ((2, 1, 160, 30), [30, 30], "161"),
-        ((2, 1, 161, 30), [30], "each of the 2 samples"),
-        ((2, 1, 161, 30), [30, 31], r"between 1 and the 30 frames there are, got \[30, 31\]"),
+        ((2, 1, 161, 30), [30], "lengths must have shape \\[2\\]"),
+        ((2, 1, 161, 30), [30, 31], r"between 1 and 30 frames, got \[30, 31\]"),
         ((2, 1, 161, 30), [0, 30], "between 1"),
         ((0, 1, 161, 30), [], "between 1"),
     ],

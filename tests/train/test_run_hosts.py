@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BATCH, Batch, Recipe, Regression, Runs, assert_same, parameters, timeless
 
 from oktopk.train.config.plan import Plan
+from tests.support.train.runs import BATCH, Batch, Recipe, Regression, Runs, assert_same, parameters, timeless
 
 OPTIONS: dict[str, Any] = {"max_epochs": 3, "warmup_steps": 4, "density": 0.2, "compressor": "oktopk"}
 
@@ -64,4 +64,4 @@ def test_the_plan_counts_hosts() -> None:
         return Plan(14, 10, None, 128, "oktopk", 0.01, 1_000_000, world, ranks_per_host=ranks).volume()
 
     assert volume(8, 2) == [line.replace("a rank sends", "a host sends") for line in volume(4, 1)]
-    assert "one host alone sends nothing" in volume(3, 3)[0]
+    assert "a single host sends nothing" in volume(3, 3)[0]

@@ -1,0 +1,215 @@
+"""The fuzzer of the wire decoder: cases in processes of their own, so that a crash or a hang is seen and counted.
+
+    python -m stress.fuzz.run --cases 1000000        all of it; one case in ten with Numba's bounds checks
+    python -m stress.fuzz.run --case 1234            one case, in full
+
+The exit code is 0 if every case was judged and none has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WORKER = (sys.executable, "-m", "stress.fuzz.worker")
+SLICE = 50_000
+"""Cases of a process, at most."""
+CHECKED_SHARE = 10
+"""One slice of so many has bounds checks."""
+PATIENCE, START_PATIENCE = 30.0, 300.0
+"""Seconds for one case, and for a process to begin: its kernels may have to be compiled."""
+NOT_YET = 2**64 - 1
+
+
+@dataclass
+class Tally:
+    """What has become of cases."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    failures: list[tuple[int, str, str]] = field(default_factory=list)
+    """Number of the case, kind, what was wrong."""
+    peak_bytes: int = 0
+
+    @property
+    def cases(self) -> int:
+        return sum(self.counts.values()) + len(self.failures)
+
+    def add(self, other: Tally) -> None:
+        self.counts += other.counts
+        self.failures += other.failures
+        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
+
+
+def judge_all(
+    first: int,
+    last: int,
+    environment: Mapping[str, str] = os.environ,
+    command: Sequence[str] = WORKER,
+    patience: float = PATIENCE,
+    tick: Callable[[int], None] = lambda done: None,
+) -> Tally:
+    """The cases first … last - 1. After a process that crashed or hung, others judge what is left of them."""
+    tally, rest = Tally(), [(first, last)]
+    while rest:
+        begin, end = rest.pop()
+        if begin >= end:
+            continue
+        found, culprit = _in_process(begin, end, environment, command, patience, tick)
+        tally.add(found)
+        if culprit is not None:
+            rest += [(culprit + 1, end), (begin, culprit)]
+    return tally
+
+
+def _in_process(
+    begin: int, end: int, environment: Mapping[str, str], command: Sequence[str], patience: float,
+    tick: Callable[[int], None],
+) -> tuple[Tally, int | None]:  # fmt: skip
+    """What a process says of its cases; or the one case that it could not do."""
+    with _place() as (path, present), tempfile.TemporaryFile() as said:
+        arguments = [*command, str(begin), str(end), path]
+        with subprocess.Popen(arguments, stdout=said, env=dict(environment), cwd=ROOT) as child:
+            try:
+                how = _watch(child, present, patience, lambda number: tick(number - begin))
+            finally:
+                child.kill()
+        said.seek(0)
+        if how is None:
+            return _told(said.read()), None
+        (number,) = struct.unpack("<Q", present[:8])
+        if number == NOT_YET:
+            raise SystemExit(f"{' '.join(arguments)} did not begin: {how}")
+        return Tally(failures=[(number, "", how)]), number
+
+
+def _watch(
+    child: subprocess.Popen[bytes], present: mmap.mmap, patience: float, seen: Callable[[int], None]
+) -> str | None:
+    """How the process failed; None if it did not."""
+    last, since = NOT_YET, time.monotonic()
+    while True:
+        try:
+            code = child.wait(0.2)
+        except subprocess.TimeoutExpired:
+            (number,) = struct.unpack("<Q", present[:8])
+            if number != last:
+                last, since = number, time.monotonic()
+                seen(number)
+            elif time.monotonic() - since > (START_PATIENCE if last == NOT_YET else patience):
+                return f"hung for {patience:g} s"
+        else:
+            return None if code == 0 else f"ended by {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+
+
+@contextmanager
+def _place() -> Iterator[tuple[str, mmap.mmap]]:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(struct.pack("<Q", NOT_YET))
+        file.flush()
+        with mmap.mmap(file.fileno(), 8) as present:
+            yield file.name, present
+
+
+def _told(said: bytes) -> Tally:
+    content = json.loads(said)
+    counts = Counter({(kind, outcome): count for kind, outcome, count in content["counts"]})
+    return Tally(counts, [tuple(row) for row in content["failures"]], content["peak_bytes"])
+
+
+# The command.
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1_000_000, metavar="N")
+    parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of the first case")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--case", type=int, metavar="NUMBER", help="do this case alone, and show it")
+    options = parser.parse_args()
+    if options.case is not None:
+        return _show(options.case)
+    start = time.monotonic()
+    plain, checked = _run(options.first, options.cases, options.processes)
+    seconds = time.monotonic() - start
+    print(text(plain, checked))
+    cases, failed = plain.cases + checked.cases, plain.failures + checked.failures
+    print(f"{cases:,} cases in {seconds:.0f} s ({cases / seconds:,.0f} a second), {len(failed)} failed")
+    if cases != options.cases:
+        print(f"{options.cases:,} cases should have been judged")
+    return int(bool(failed) or cases != options.cases)
+
+
+def _show(number: int) -> int:
+    from stress.fuzz.cases import case
+    from stress.fuzz.judge import judging
+
+    made = case(number)
+    print(f"case {number}: {made.kind}\n{made.tag}\n{made.message.hex(' ', 8)}", flush=True)
+    with judging() as judge:
+        print(judge.outcome(made))
+    return 0
+
+
+def _run(first: int, cases: int, processes: int) -> tuple[Tally, Tally]:
+    """Without and with bounds checks."""
+    from tqdm import tqdm
+
+    size = max(1, min(SLICE, cases // CHECKED_SHARE))
+    slices = [(begin, min(begin + size, first + cases)) for begin in range(first, first + cases, size)]
+    plain, checked = Tally(), Tally()
+    with tempfile.TemporaryDirectory() as cache, tqdm(total=cases, unit="case", unit_scale=True) as bar:
+        with_checks = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
+
+        def judge(place: int) -> tuple[bool, Tally]:
+            is_checked = place % CHECKED_SHARE == CHECKED_SHARE - 1
+            begin, end = slices[place]
+            done = 0
+
+            def tick(number: int) -> None:
+                nonlocal done
+                bar.update(max(0, number - done))
+                done = max(done, number)
+
+            found = judge_all(begin, end, with_checks if is_checked else os.environ, tick=tick)
+            tick(end - begin)
+            return is_checked, found
+
+        with ThreadPoolExecutor(processes) as pool:
+            for is_checked, found in pool.map(judge, range(len(slices))):
+                (checked if is_checked else plain).add(found)
+    return plain, checked
+
+
+def text(plain: Tally, checked: Tally) -> str:
+    """A table of the cases by what was done to them and what became of them, and the failures."""
+    from oktopk.tools.tables import format_table
+    from stress.fuzz.judge import OUTCOMES
+
+    counts = plain.counts + checked.counts
+    kinds = sorted({kind for kind, _ in counts})
+    rows = [[kind, *(f"{counts[kind, outcome]:,}" for outcome in OUTCOMES)] for kind in kinds]
+    rows.append(["all", *(f"{sum(counts[kind, outcome] for kind in kinds):,}" for outcome in OUTCOMES)])
+    heads = ["done to the message", OUTCOMES[0], *(f"refused: {outcome}" for outcome in OUTCOMES[1:])]
+    failed = [f"case {number} ({kind}): {what}" for number, kind, what in plain.failures + checked.failures]
+    peak = max(plain.peak_bytes, checked.peak_bytes)
+    about = f"{checked.cases:,} of them with bounds checks; at most {peak / 2**20:,.0f} MiB resident"
+    return "\n".join([format_table(heads, rows), about, *failed])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

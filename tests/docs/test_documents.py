@@ -1,0 +1,28 @@
+"""The documents: links lead somewhere, and no placeholder is left."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_relative_links_resolve(document: Path) -> None:
+    text = document.read_text()
+    assert "@@" not in text
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_algorithm_is_documented() -> None:
+    import oktopk
+
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for name in oktopk.ALGORITHMS:
+        assert f"| `{name}` |" in text

@@ -1,0 +1,219 @@
+"""The tool itself: faults do what they say, cases can be repeated, and the judge sees what is wrong."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import oktopk
+from oktopk import CommTimeout, Communicator, OkTopkError
+from oktopk.comm import Operation, base, pack, packed_bytes, unpack
+from stress.chaos import cases, on_threads, process_cases
+from stress.chaos.cases import PATIENT, Job
+from stress.chaos.faults import Burned, Fault, Faulty, Moment, damaged
+from stress.chaos.jobs import Report, Step
+from stress.chaos.judging import ENDED, MISSED, OF_A_RANK, WENT_ON, WRONG, judge
+from tests.support import stepping
+
+# Faults of messages.
+
+
+LAST = 99
+
+
+def letter(number: int) -> Tensor:
+    return pack(torch.full((20,), number, dtype=torch.uint8))
+
+
+def third_is_struck(kind: str) -> list[int | str]:
+    """What rank 1 receives when rank 0 sends the letters 0 to 3, and something happens to letter 2."""
+
+    def job(comm: Communicator) -> list[int | str]:
+        faulty = Faulty(comm, Fault(kind, 0, Moment(0, "mail", 1, 2), seconds=0.3, seed=1))
+        if comm.rank == 0:
+            for number in (*range(4), LAST):
+                faulty.send(letter(number), 1, "mail")
+            return []
+        received: list[int | str] = []
+        while LAST not in received:
+            try:
+                received.append(int(unpack(faulty.recv(packed_bytes(20), 0, "mail"), torch.uint8).unique()))
+            except CommTimeout:
+                raise
+            except (OkTopkError, RuntimeError):
+                received.append("damaged")
+        return received[:-1]
+
+    return oktopk.run_threads(2, job, timeout=60.0)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arrive"),
+    [
+        ("delay", [0, 1, 2, 3]),
+        ("drop", [0, 1, 3]),
+        ("cut", [0, 1, "damaged", 3]),
+        ("duplicate", [0, 1, 2, 2, 3]),
+        ("corrupt", [0, 1, "damaged", 3]),
+    ],
+)
+def test_what_arrives(kind: str, arrive: list[int | str]) -> None:
+    assert third_is_struck(kind) == arrive
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_damage_is_damage(seed: int) -> None:
+    message = letter(7)
+    cut, spoilt = damaged(message, "cut", seed), damaged(message, "corrupt", seed)
+    assert 0 < cut.numel() < message.numel()
+    assert torch.equal(cut, message[: cut.numel()])
+    assert spoilt.numel() == message.numel()
+    assert not torch.equal(spoilt, message)
+
+
+def test_a_slow_rank_is_slow_from_then_on() -> None:
+    def job(comm: Communicator) -> float:
+        faulty = Faulty(comm, Fault("slow", 0, Moment(0, "mail", 1, 1), seconds=0.02))
+        start = time.monotonic()
+        for number in range(4):
+            faulty.post_send(letter(number), 1, Operation("send", "mail"))
+        return time.monotonic() - start
+
+    assert oktopk.run_threads(2, lambda comm: comm.rank or job(comm))[0] >= 0.06
+
+
+# Cases.
+
+
+def test_a_case_can_be_repeated() -> None:
+    for number in (0, 1, 17):
+        moments = [report.moments for report in on_threads.undisturbed(number // cases.FAULTS_PER_JOB)]
+        assert cases.job_of(number) == cases.job_of(number)
+        assert cases.fault_of(number, moments) == cases.fault_of(number, moments)
+
+
+def test_cases_differ() -> None:
+    jobs = [cases.job_of(number) for number in range(0, 1200, cases.FAULTS_PER_JOB)]
+    assert {job.world for job in jobs} == set(range(2, 9))
+    assert {job.algorithm for job in jobs} == set(oktopk.ALGORITHMS)
+    assert {job.values for job in jobs} == set(oktopk.wire.message.VALUE_CODES)
+    assert len({job.fusion_entries for job in jobs}) > 1
+    assert {job.front_end for job in jobs} == {"reducer", "collective"}
+
+
+# The judge.
+
+JOB = Job(world=2, algorithm="oktopk", front_end="reducer", steps=1, density=0.05, values="fp32")
+DROP = Fault("drop", 0, Moment(0, "split", 1, 0))
+NAMED = CommTimeout("all_to_all (split): no message from rank 0 within 1 s (rank 1, step 0)")
+
+
+def good_step() -> list[Step]:
+    """On two ranks: 3 and 5 are given, 4 is the mean of what is sent, and nothing stays."""
+    zero, mean = torch.zeros(2), torch.tensor([4.0, 0.0])
+    return [Step(zero, torch.tensor([given, 0.0]), mean, zero, False) for given in (3.0, 5.0)]
+
+
+def verdict(*changed: Report, harmless: bool = False, fault: Fault = DROP, struck: bool = True) -> tuple[str, str]:
+    expected = [Report([step]) for step in good_step()]
+    reports = list(changed or expected)
+    if struck:
+        reports[fault.rank].struck = 1.0
+    return judge(JOB, fault, expected, reports, harmless)
+
+
+def test_what_is_right_is_found_right() -> None:
+    one = good_step()[0]
+    assert verdict() == (WENT_ON, "")
+    assert verdict(Report([one]), Report([], NAMED)) == (ENDED, "")
+    assert verdict(Report([], Burned("fire")), Report([], NAMED)) == (ENDED, "")
+
+
+def test_what_is_wrong_is_found_wrong() -> None:
+    one, two = good_step()
+    kept = replace(two, after=torch.tensor([1e-9, 0.0]))
+    other, lost = replace(two, result=two.result + 1e-6), replace(two, after=torch.tensor([0.0, 1e-3]))
+    nameless = [
+        CommTimeout("all_reduce (regions): no answer from the other ranks within 1 s (rank 1, step 0)"),
+        CommTimeout("all_to_all (split): no message from rank 0 within 1 s"),
+        CommTimeout("no message from rank 0 (rank 1, step 0)"),
+        CommTimeout("all_to_all (split): no message from rank 0 (rank 1, step 3)"),
+        RuntimeError("all_to_all (split): no message from rank 0 (rank 1, step 0)"),
+    ]
+    for changed, says in [
+        ([Report([one]), Report([other])], "replicas differ"),
+        ([Report([replace(one, result=other.result)]), Report([other])], "mass is lost"),
+        ([Report([one]), Report([lost])], "mass is lost"),
+        ([Report([one]), Report([])], "without an error"),
+        ([Report([], Burned("fire")), Report([], Burned("fire"))], "rank 1 ended in step 0, and says"),
+        *(([Report([one]), Report([], error)], "rank 1") for error in nameless),
+    ]:
+        went, what = verdict(*changed)
+        assert went == WRONG
+        assert says in what
+    moved = [replace(step, result=step.result / 2, after=step.given / 2) for step in good_step()]
+    assert verdict(*(Report([step]) for step in moved))[1].startswith("rank 0 has another result")
+    assert verdict(Report([one]), Report([], NAMED), harmless=True)[0] == WRONG
+    assert verdict(Report([one]), Report([kept]))[1].startswith("rank 1 has another residual")
+
+
+def test_a_skipped_step_keeps_what_was_given_or_nothing_of_it() -> None:
+    zero, ones = torch.zeros(2), torch.ones(2)
+    fine = Step(ones, torch.tensor([1.0, torch.nan]), zero, ones, True)
+    kept, spoilt = torch.tensor([2.0, 1.0]), torch.tensor([1.0, torch.nan])
+    for after, went in [(ones, WENT_ON), (kept, WENT_ON), (zero, WRONG), (1.5 * ones, WRONG), (spoilt, WRONG)]:
+        step = replace(fine, after=after)
+        struck = [Report([step], struck=1.0), Report([step])]
+        assert judge(JOB, DROP, [Report([step])] * 2, struck, False)[0] == went
+
+
+def test_who_is_lost_has_to_be_named() -> None:
+    innocent = CommTimeout("all_to_all (split): no message from rank 3 within 1 s (rank 1, step 0)")
+    for kind in OF_A_RANK:
+        for error, went in [(NAMED, ENDED), (innocent, WRONG)]:
+            fault = replace(DROP, kind=kind)
+            assert verdict(Report([], Burned("fire")), Report([], error), fault=fault)[0] == went
+
+
+def test_a_fault_that_does_not_happen_is_not_a_case() -> None:
+    assert verdict(struck=False)[0] == MISSED
+    job, never = replace(JOB, steps=2), replace(DROP, moment=Moment(7, "split", 1, 0))
+    reports = on_threads.run(job, never, PATIENT)
+    assert reports is not None
+    assert judge(job, never, reports, reports, False)[0] == MISSED
+
+
+def test_every_fault_of_every_transport_has_its_turn() -> None:
+    transports = ("gloo", "mpi", "lab")
+    for transport in transports:
+        turns = [
+            process_cases.kind_of(number, transports)
+            for number in range(80)
+            if process_cases.transport_of(number, transports) == transport
+        ]
+        counts = [turns.count(kind) for kind in process_cases.KINDS[transport]]
+        assert min(counts) >= max(counts) - 1 >= 0
+
+
+def test_a_message_that_is_believed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the seal, a damaged magnitude is taken for one: the judge sees what comes of it."""
+    job = replace(JOB, steps=2, buckets=stepping.SEVERAL)
+    expected = on_threads.run(job, None, PATIENT)
+    assert expected is not None
+
+    def believe(message: Tensor, sender: int, number: int, operation: Operation, dtype: torch.dtype) -> Tensor:
+        return message[32 : message.numel() - int(message[28])].clone().view(dtype)
+
+    monkeypatch.setattr(base, "unseal", believe)
+    found = []
+    for seed in range(12):
+        fault = Fault("corrupt", 1, Moment(0, "magnitudes", 0, 0), seed=seed)
+        reports = on_threads.run(job, fault, PATIENT)
+        assert reports is not None
+        found.append(judge(job, fault, expected, reports, harmless=False))
+    assert {went for went, _ in found} >= {WRONG, WENT_ON}  # some damage is where nobody looks
+    assert any("another result" in what or "differ" in what for _, what in found), found
