@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, tables, JSON."""
+"""Shared by the benchmarks: timing, tables, JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 
 def seconds(run: Callable[[], object], repeats: int, before: Callable[[], object] = lambda: None) -> float:
-    """Median wall time of run(), with before() called ahead of each, untimed."""
+    """Median wall time of run(); before() runs untimed ahead of each call."""
     times = []
     for _ in range(repeats):
         before()
@@ -29,7 +29,7 @@ def seconds(run: Callable[[], object], repeats: int, before: Callable[[], object
 def side_by_side(
     runs: dict[str, Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
 ) -> dict[str, float]:
-    """Median seconds of each, taken in turns: what disturbs the machine disturbs all of them."""
+    """Median seconds of each function, timed in turn, so that a disturbance affects all of them."""
     for run in runs.values():
         before()
         run()
@@ -51,12 +51,12 @@ def arguments(description: str, name: str) -> argparse.ArgumentParser:
 
 
 def report(headers: Sequence[str], measured: Iterable[tuple[list[list[object]], list[dict]]], path: Path) -> None:
-    """Print one table of what was measured, each item rows and records, and write the records."""
+    """Print one table of all rows, and write the records as JSON."""
     rows, records = [], []
     for new_rows, new_records in measured:
         rows += new_rows
         records += new_records
-    print(table(headers, rows))
+    print(format_table(headers, rows))
     write_json(path, records)
 
 

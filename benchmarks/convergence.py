@@ -1,9 +1,9 @@
-"""Does a run converge like dense? Puts the finished runs of sweeps side by side, and draws their curves.
+"""Compare the convergence of finished sweep runs with dense, and plot their curves.
 
     oktopk sweep --algorithms dense,oktopk --seeds 0,1,2 --out compare --ranks 2 -- --config lstman4_small
     python benchmarks/convergence.py compare --figure curves.png
 
-A run belongs with others of its algorithm and density. Differences are to the mean of the dense runs.
+Runs are grouped by algorithm and density. Differences are relative to the mean of the dense runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 Run = dict[str, Any]
 
@@ -103,7 +103,7 @@ def main() -> None:
         parser.error(f"no finished run below {', '.join(map(str, options.folders))}")
     groups, names = grouped(runs), figures(runs)
     head = ["runs", "seeds", "sparse steps", *names, "val loss to dense", "MB sent per rank and step"]
-    print(table(head, rows(groups, names)))
+    print(format_table(head, rows(groups, names)))
     if options.figure:
         draw(groups, names, options.figure)
 

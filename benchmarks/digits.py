@@ -1,8 +1,7 @@
-"""Does it converge like dense? Handwritten digits (scikit-learn's, 8 x 8), a small network, P ranks as threads.
+"""Does it converge like dense? A small network on scikit-learn's handwritten digits (8 x 8), P ranks as threads.
 
 Every contender trains the same network from the same start on the same batches; only the reduction differs. With
-momentum correction the optimizer has no momentum of its own. Accuracy is that of the test set, after the last
-epoch.
+momentum correction the optimizer has no momentum. Accuracy is measured on the test set after the last epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tqdm import tqdm
 import oktopk
 from oktopk.metrics.events import SPARSE
 from oktopk.metrics.sinks import MemorySink
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 MOMENTUM = 0.9
 
@@ -134,7 +133,7 @@ def main() -> None:
             round(statistics.mean(result.sent_bytes for result in results)),
         ])  # fmt: skip
     headers = ["", "accuracy %", "of the seeds", "against dense", "sparse steps", "bytes sent per rank and step"]
-    print(table(headers, rows))
+    print(format_table(headers, rows))
     write_json(options.json, records)
 
 

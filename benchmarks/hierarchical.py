@@ -1,8 +1,8 @@
-"""Ranks that share a host and its link: each for itself, or averaged in memory with one that speaks for all.
+"""Ranks that share a host and its link: each exchanges for itself, or one exchanges the average of its host.
 
-First, three ways to average inside a host, by processes of this machine: in memory that they share, by messages to
-the leader, and by gloo's own reduce. Then steps of both forms in the lab of network namespaces (needs root), on
-links that all ranks of a host share.
+First it times three ways to average inside a host, with processes of this machine: shared memory, messages to the
+leader, and gloo's reduce. Then it times steps of both forms in network namespaces (needs root), on links that all
+ranks of a host share.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from common import arguments, write_json
 from torch import Tensor
 
 from oktopk.comm import GroupCommunicator, Metered, pack, packed_bytes, unpack
-from oktopk.engine.hosts import Host
+from oktopk.engine.hierarchy import LocalGroup
 from oktopk.errors import OkTopkError
 from oktopk.feedback.buckets import Bucket
-from oktopk.tools.bench.figures import Record
-from oktopk.tools.bench.launch import measure, on_loopback
+from oktopk.tools.bench.launch import measure, run_on_loopback
 from oktopk.tools.bench.plan import Plan, free_memory
+from oktopk.tools.bench.records import Record
 from oktopk.tools.lab import lab_problem
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 SIZE = 25_557_032
 CONTENDERS = (
@@ -44,8 +44,8 @@ STEPS = [
 
 
 def _by_memory(comm: Metered, grad: Tensor) -> Callable[[], None]:
-    host, bucket = Host(comm, comm.world), Bucket(("all",), (grad.numel(),))
-    return lambda: host.average(bucket, grad)
+    host, bucket = LocalGroup(comm, comm.world), Bucket(("all",), (grad.numel(),))
+    return lambda: host.reduce(bucket, grad)
 
 
 def _by_messages(comm: Metered, grad: Tensor) -> Callable[[], None]:
@@ -65,7 +65,7 @@ def _by_gloo(comm: Metered, grad: Tensor) -> Callable[[], None]:
 
 
 def job(repeats: int) -> None:
-    """What every rank of the host runs; rank 0 prints the records."""
+    """The program of every rank of the host; rank 0 prints the records."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     comm, grad = Metered(GroupCommunicator(timeout=120)), torch.ones(SIZE)
     makers = {"memory": _by_memory, "messages": _by_messages, "gloo reduce": _by_gloo}
@@ -107,7 +107,7 @@ def steps(options: argparse.Namespace) -> list[Record]:
         (CONTENDERS,), options.hosts * options.ranks_per_host, steps=options.steps, timeout=options.timeout,
         ranks_per_host=options.ranks_per_host,
     )  # fmt: skip
-    return [record for found in measure(plan.fitted(free_memory()), options.links) for record in found]
+    return [record for found in measure(plan.fit_to_memory(free_memory()), options.links) for record in found]
 
 
 def _row(record: Record) -> list[object]:
@@ -133,14 +133,16 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         command = [sys.executable, __file__, "--job", str(options.steps)]
-        ways = json.loads(on_loopback(command, options.ranks_per_host, options.timeout))
+        ways = json.loads(run_on_loopback(command, options.ranks_per_host, options.timeout))
         figures = ("median_seconds", "leader_cpu_seconds", "others_cpu_seconds")
-        print(table(WAYS, [[way["name"], *(1e3 * way[figure] for figure in figures)] for way in ways]), "\n")
+        print(
+            format_table(WAYS, [[way["name"], *(1e3 * way[figure] for figure in figures)] for way in ways]), "\n"
+        )
         records = steps(options)
     except OkTopkError as error:
         print(error, file=sys.stderr)
         return 1
-    print(table(STEPS, [_row(record) for record in records]))
+    print(format_table(STEPS, [_row(record) for record in records]))
     write_json(options.json, records, ways=ways)
     return 0
 

@@ -1,8 +1,8 @@
-"""Everybody in one run on three links, and whether Ok-Topk is as far ahead as it should be (needs root).
+"""Compare all contenders on three links, and check that Ok-Topk meets its targets (needs root).
 
-Five scenes in the lab of network namespaces: ResNet-50's shapes at 1 %, the same with `auto`, which takes more
-steps, a tiny model, half of all entries, and a network that computes. The last table says what was asked, what was
-found, and whether that is enough; the exit code is 1 if a line is missed. ASKED has all that is asked for.
+Five scenes in network namespaces: ResNet-50's shapes at 1 %; the same with `auto`, which takes more steps; a tiny
+model; half of all entries; and a real network. The last table lists each target, the result, and whether it is
+met; the exit code is 1 if one is missed. ASKED holds all targets.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from common import arguments, write_json
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
-from oktopk.tools.bench.figures import Record
 from oktopk.tools.bench.launch import measure
-from oktopk.tools.bench.names import LINK, MEMORY, with_link_limits
+from oktopk.tools.bench.names import LINK, MEMORY, add_link_limits
 from oktopk.tools.bench.plan import Plan, free_memory
+from oktopk.tools.bench.records import Record
 from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
 from oktopk.tools.lab import lab_problem
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 SIXTEEN_BIT, EIGHT_BIT, AUTO, APART = "oktopk:fp16", "oktopk:e4m3", "oktopk:fp16:auto", "oktopk:fp16:apart"
 OURS = (SIXTEEN_BIT, EIGHT_BIT)
@@ -46,7 +46,7 @@ HEADERS = ["scene", "link", "of", "figure", "asked", "found", "enough"]
 
 @dataclass(frozen=True)
 class Line:
-    """One figure that is asked for, of one contender, against another one if that is named."""
+    """One target for one contender, relative to another one if given."""
 
     scene: str
     link: str
@@ -122,7 +122,7 @@ class Verdict:
 
 
 def judge(lines: Sequence[Line], records: Sequence[Record]) -> list[Verdict]:
-    """By records that know their scene."""
+    """Check the targets against records with their scene."""
     known = {(record["scene"], record["link"], record["name"]): record for record in records}
     verdicts = []
     for line in lines:
@@ -134,21 +134,21 @@ def judge(lines: Sequence[Line], records: Sequence[Record]) -> list[Verdict]:
 
 
 def plan_of(scene: str, options: argparse.Namespace) -> Plan:
-    """All six algorithms and PyTorch's own ways in the main scene, a few of them elsewhere."""
+    """All contenders in the main scene, a few of them in the others."""
     everybody = ["backward", *HOOKS, MEMORY, "dense", *RIVALS, "oktopk", *OURS, LINK]
-    names = tuple(with_link_limits(everybody if scene == MAIN else FEW))
+    names = tuple(add_link_limits(everybody if scene == MAIN else FEW))
     plan = Plan((names,), options.ranks, steps=options.steps, timeout=options.timeout, **SCENES[scene])  # type: ignore[arg-type]
-    return plan.fitted(free_memory())
+    return plan.fit_to_memory(free_memory())
 
 
 def unanswered(verdicts: Sequence[Verdict], scenes: Sequence[str], links: Sequence[str]) -> list[Line]:
-    """What should have been measured, and was not."""
+    """Targets without a measurement."""
     lines = [verdict.line for verdict in verdicts if verdict.found is None]
     return [line for line in lines if line.scene in scenes and line.link in links]
 
 
 def measured(options: argparse.Namespace) -> tuple[list[Record], bool]:
-    """The records of all scenes, shown as they come, and whether some could not be had."""
+    """Measure all scenes and show their records; also returns whether some could not be measured."""
     records: list[Record] = []
     failed = False
     for scene in options.scenes:
@@ -175,7 +175,7 @@ def main() -> int:
     records, failed = measured(options)
     verdicts = judge(ASKED, records)
     answered = [verdict for verdict in verdicts if verdict.found is not None]
-    print(table(HEADERS, [verdict.row() for verdict in answered]))
+    print(format_table(HEADERS, [verdict.row() for verdict in answered]))
     missing = unanswered(verdicts, options.scenes, options.links)
     for line in missing:
         print(f"no answer: {line}", file=sys.stderr)

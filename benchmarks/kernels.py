@@ -1,7 +1,7 @@
-"""The kernels against the memory limit, plain torch operations and torch.topk.
+"""Time the kernels against the memory limit, plain torch operations and torch.topk.
 
-The memory limit is the in-place `a += b` of the same size, by torch, measured in the same run. All contenders
-take turns, so that what disturbs the machine disturbs all of them.
+The memory limit is torch's in-place `a += b` of the same size, measured in the same run. All contenders are timed
+in turn, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import torch
 from common import arguments, report, side_by_side
 
 from oktopk.kernels import backend, reference
+from oktopk.kernels.cpu.thresholds import sampled_threshold
 
 HEADERS = ["n", "density", "threads", "kernel", "ms", "memory limit / it", "it / fused"]
 
 
 def plain_torch(residual: torch.Tensor, grad: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one would write without a kernel."""
+    """Plain torch operations, without a kernel."""
     residual += grad
     indices = torch.nonzero(residual.abs() >= threshold).flatten()
     return indices, residual[indices]
@@ -53,7 +54,7 @@ def measure(size: int, density: float, threads: int, repeats: int) -> tuple[list
         ),
         "select": lambda: kernels.select(grad, threshold, capacity),
         "exact k-th magnitude": lambda: kernels.kth_magnitude(grad, k),
-        "sampled threshold": lambda: kernels.sampled_threshold(grad, k),
+        "sampled threshold": lambda: sampled_threshold(grad, k),
         "scatter": lambda: kernels.scatter_add_(small, picked.indices, picked.values),
         "torch operations": lambda: plain_torch(residual, grad, threshold),
         "reference (torch, in blocks)": lambda: reference.accumulate_select(residual, grad, threshold, capacity),

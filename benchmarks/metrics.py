@@ -1,7 +1,7 @@
-"""What metrics cost: the share of a step that the sinks and the stopwatch take.
+"""Measure the cost of metrics: the share of a step that the sinks and the stopwatch take.
 
-Two ranks as processes on this machine reduce a model of ten buckets; all sinks are on. What they take is timed
-inside the step, because layout_mismatch between whole steps drown in the machine's noise.
+Two ranks, as processes on this machine, reduce a model of ten buckets with all sinks on. The cost is timed inside
+the step, because differences between whole steps are below the noise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from common import arguments, write_json
 import oktopk
 from oktopk.metrics.events import MetricsSink, StepEvent
 from oktopk.metrics.sinks import CSVSink, JSONLSink, MemorySink, TensorBoardSink, TraceSink, TrainerLists
-from oktopk.metrics.stopwatch import Stopwatch
+from oktopk.metrics.traffic import Stopwatch
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 HEADERS = ["", "µs per step", "share of a step"]
 BUCKETS = 10
@@ -29,7 +29,7 @@ WORLD = 2
 
 
 class Timed:
-    """A sink, and how long it takes."""
+    """Wraps a sink and measures its time."""
 
     def __init__(self, inner: MetricsSink) -> None:
         self.inner, self.name = inner, type(inner).__name__
@@ -63,7 +63,7 @@ def sinks(folder: Path) -> list[Timed]:
 
 
 def span_seconds(repeats: int = 20_000) -> float:
-    """What one stage of the stopwatch costs."""
+    """Cost of one stage of the stopwatch."""
     watch = Stopwatch()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -122,7 +122,9 @@ def main() -> None:
     costs["stopwatch"] = per_span * statistics.median(spans[warm:])
     costs["all of them"] = sum(costs.values())
     print(f"a sparse step of {options.size:,} entries in {BUCKETS} buckets, {WORLD} ranks: {1e3 * step:.0f} ms\n")
-    print(table(HEADERS, [[name, 1e6 * cost, f"{100 * cost / step:.2f} %"] for name, cost in costs.items()]))
+    print(
+        format_table(HEADERS, [[name, 1e6 * cost, f"{100 * cost / step:.2f} %"] for name, cost in costs.items()])
+    )
     write_json(options.json, [{"name": n, "seconds": c, "step_seconds": step} for n, c in costs.items()])
 
 

@@ -1,8 +1,8 @@
-"""The same comparison over MPI, by mpi4py and the mpirun beside this Python: ranks on one machine, no lab.
+"""The same comparison over MPI, with mpi4py and the mpirun beside this Python: ranks on one machine.
 
-DDP's own ways need gloo or nccl and take no part. Backward is the copy of prepared gradients to the buckets, which
-AllReducer gets one after the other; the reference is MPI's own Allreduce of each bucket when all are filled. Ranks
-talk over TCP on loopback, unless --shared-memory lets MPI take its short way.
+DDP's own hooks need gloo or nccl and take no part. Backward is the copy of prepared gradients to the buckets,
+which AllReducer gets one after the other; the reference is MPI's own Allreduce of each bucket once all are filled.
+Ranks communicate over TCP on loopback, unless --shared-memory allows MPI's shared memory.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from common import arguments, write_json
 from torch import Tensor
 
 import oktopk
-from oktopk.feedback.buckets import Bucket, gather
+from oktopk.feedback.buckets import Bucket, flatten
 from oktopk.metrics.sinks import MemorySink
-from oktopk.tools.bench.figures import Record, record_of
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.tools.bench.names import BACKWARD, Ours, ours, warmup
+from oktopk.tools.bench.names import BACKWARD, OwnContender, parse_contender, warmup_steps
 from oktopk.tools.bench.plan import Plan
-from oktopk.tools.bench.turns import Reduced, Turn, take_turn
+from oktopk.tools.bench.records import Record, make_record
+from oktopk.tools.bench.steps import ReducerReport, TimedStep, time_step
 from oktopk.tools.bench.workloads import resnet50_shapes, synthetic_shapes
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 ALLREDUCE = "mpi-allreduce"
-NAMES = (BACKWARD, ALLREDUCE, *oktopk.ALGORITHMS, "oktopk:fp16", "oktopk:e4m3", "oktopk:fp16:join")
+NAMES = (BACKWARD, ALLREDUCE, *oktopk.ALGORITHMS, "oktopk:fp16", "oktopk:e4m3", "oktopk:fp16:fused")
 HEADERS = [
     "",
     "step ms",
@@ -51,38 +51,38 @@ _PAUSE = 50e-6
 
 
 class Contender:
-    """One way to average the same gradients: the buckets, and what is done with them."""
+    """One way to average the same gradients."""
 
     def __init__(self, name: str, grads: Mapping[str, Tensor], options: argparse.Namespace) -> None:
         from mpi4py import MPI
 
         self.grads, self.world, self.in_place = grads, MPI.COMM_WORLD, MPI.IN_PLACE
         self.name, self.memory = name, MemorySink(limit=1)
-        own = ours(name) or Ours("dense", "fp32")
+        own = parse_contender(name) or OwnContender("dense", "fp32")
         self.reducer = oktopk.AllReducer(
             [(layer, torch.empty_like(grad, requires_grad=True)) for layer, grad in grads.items()],
             own.algorithm, options.density, oktopk.MPICommunicator(timeout=options.timeout),
-            warmup_steps=0, values=own.values, join=own.join, sinks=[self.memory],
+            warmup_steps=0, values=own.values, fusion_entries=own.fusion_entries, sinks=[self.memory],
         )  # fmt: skip
         self.flat = {bucket: torch.zeros(bucket.size) for bucket in self.reducer.buckets}
 
-    def turn(self) -> Turn:
+    def step(self) -> TimedStep:
         run: Callable[[], object] = {BACKWARD: self._backward, ALLREDUCE: self._allreduce}.get(
             self.name, self._step
         )
-        return take_turn(run, False, self._told, self._barrier)
+        return time_step(run, False, self._report, self._barrier)
 
-    def _told(self, start: float) -> Reduced:
-        return Reduced.of(self.memory.steps[-1], start) if ours(self.name) else Reduced()
+    def _report(self, start: float) -> ReducerReport:
+        return ReducerReport.of(self.memory.steps[-1], start) if parse_contender(self.name) else ReducerReport()
 
     def _barrier(self) -> None:
-        """Without spinning: those who wait must not take the cores of those who work."""
+        """A barrier without spinning: waiting ranks must not take cores from working ones."""
         request = self.world.Ibarrier()
         while not request.Test():
             time.sleep(_PAUSE)
 
     def _fill(self, bucket: Bucket) -> Tensor:
-        gather(bucket, self.grads, self.flat[bucket])
+        flatten(bucket, self.grads, self.flat[bucket])
         return self.flat[bucket]
 
     def _backward(self) -> None:
@@ -96,12 +96,12 @@ class Contender:
 
     def _step(self) -> None:
         for bucket in self.flat:
-            self.reducer.submit(bucket, self._fill(bucket))
-        self.reducer.finish()
+            self.reducer._engine.submit(bucket, self._fill(bucket))
+        self.reducer._engine.finish()
 
 
 def job(options: argparse.Namespace) -> None:
-    """What every rank runs; rank 0 prints the records."""
+    """The program of every rank; rank 0 prints the records."""
     from mpi4py import MPI
 
     torch.set_num_threads(1)
@@ -111,24 +111,24 @@ def job(options: argparse.Namespace) -> None:
     parts = gradients.buffer.split([math.prod(shape) for shape in shapes])
     grads = {f"layer{index}": part for index, part in enumerate(parts)}
     contenders = {name: Contender(name, grads, options) for name in NAMES}
-    turns: dict[str, list[Turn]] = {name: [] for name in NAMES}
-    for step in range(-max(map(warmup, NAMES)), options.steps):
+    steps: dict[str, list[TimedStep]] = {name: [] for name in NAMES}
+    for step in range(-max(map(warmup_steps, NAMES)), options.steps):
         gradients.at(step)
         for name, contender in contenders.items():
-            turn = contender.turn()
+            timed = contender.step()
             if step >= 0:
-                turns[name].append(turn)
-    of_ranks = world.gather(turns)
+                steps[name].append(timed)
+    of_ranks = world.gather(steps)
     if of_ranks is not None:
         plan = Plan(((BACKWARD,),), world.size, density=options.density, steps=options.steps)
         size = gradients.buffer.numel()
-        print(json.dumps([record_of(plan, size, name, [rank[name] for rank in of_ranks]) for name in NAMES]))
+        print(json.dumps([make_record(plan, size, name, [rank[name] for rank in of_ranks]) for name in NAMES]))
     for contender in contenders.values():
         contender.reducer.close()
 
 
 def compare(records: list[Record]) -> list[Record]:
-    """Against backward alone, and against the faster one of both dense ways."""
+    """Compare with backward alone, and with the faster of both dense all-reduces."""
     medians = {record["name"]: record["median_step_seconds"] for record in records}
     dense = min(medians[ALLREDUCE], medians["dense"])
     for record in records:
@@ -168,7 +168,7 @@ def main() -> None:
     command = [mpirun, "-np", str(options.ranks), sys.executable, __file__, "--job", *sys.argv[1:]]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=options.timeout, check=True, env=environment)
     records = compare(json.loads(done.stdout))
-    print(table(HEADERS, [row(record) for record in records]))
+    print(format_table(HEADERS, [row(record) for record in records]))
     print("MB sent: of dense those of a ring; the inside of MPI's allreduce cannot be seen")
     write_json(options.json, records)
 

@@ -1,8 +1,8 @@
-"""What a step costs as the model grows: time, CPU and memory of oktopk, beside plain DDP and backward alone.
+"""Measure how time, CPU and memory of a step grow with the model: oktopk, plain DDP and backward alone.
 
-Every size and contender has processes of its own, so that the most memory a rank ever had is that contender's. The
-gradients are windows of a small pool. Ranks are on this machine and nothing limits the link. The exit code is 1 if
-memory above plain DDP grows by more than is asked for, between the first size from 25 million on and the largest.
+Every size and contender runs in its own processes, so that the peak memory of a rank belongs to that contender.
+The gradients are windows of a small pool. All ranks run on this machine, without a rate limit. The exit code is 1
+if memory above plain DDP grows by more than the limit, between the first size from 25 million on and the largest.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 from common import arguments, write_json
 
-from oktopk.cli.numbers import count
-from oktopk.tools.bench.figures import Record
+from oktopk.cli.parsing import parse_count
 from oktopk.tools.bench.launch import measure
 from oktopk.tools.bench.names import BACKWARD, DDP
 from oktopk.tools.bench.plan import Plan
-from oktopk.tools.tables import table
+from oktopk.tools.bench.records import Record
+from oktopk.tools.tables import format_table
 
 SIZES = (1_000_000, 5_000_000, 25_000_000, 100_000_000, 200_000_000)
 ASKED_GROWTH, FROM = 4.4, 25_000_000
@@ -30,7 +30,7 @@ HEADERS = [
 
 
 def measured(size: int, options: argparse.Namespace) -> dict[str, Record]:
-    """One record each, of processes that had nothing else to do."""
+    """One record per contender, each from its own processes."""
     found = {}
     for name in (BACKWARD, DDP, options.name):
         plan = Plan(
@@ -57,7 +57,7 @@ def row(size: int, found: Mapping[str, Record], name: str) -> list[object]:
 
 
 def growth(of_sizes: Mapping[int, Mapping[str, Record]], name: str) -> float | None:
-    """Bytes per parameter that memory above plain DDP grows by; None if the sizes do not tell."""
+    """Growth of memory above plain DDP in bytes per parameter; None if the sizes do not allow it."""
     known = sorted(size for size in of_sizes if size >= FROM)
     if len(known) < 2:
         return None
@@ -67,15 +67,15 @@ def growth(of_sizes: Mapping[int, Mapping[str, Record]], name: str) -> float | N
 
 def main() -> int:
     parser = arguments(__doc__ or "", "scale")
-    parser.add_argument("--sizes", nargs="+", type=count, default=SIZES)
-    parser.add_argument("--name", default="oktopk:fp16", help="the contender of ours")
+    parser.add_argument("--sizes", nargs="+", type=parse_count, default=SIZES)
+    parser.add_argument("--name", default="oktopk:fp16", help="contender to measure beside ddp and backward")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each size and contender")
     options = parser.parse_args()
     of_sizes = {size: measured(size, options) for size in options.sizes}
-    print(table(HEADERS, [row(size, found, options.name) for size, found in of_sizes.items()]))
+    print(format_table(HEADERS, [row(size, found, options.name) for size, found in of_sizes.items()]))
     grows = growth(of_sizes, options.name)
     enough = None if grows is None else grows <= ASKED_GROWTH
     if grows is not None:

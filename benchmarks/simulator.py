@@ -1,8 +1,8 @@
-"""The simulator against the lab: the same reductions between hosts in network namespaces (needs root).
+"""Compare the simulator with the lab: the same reductions between hosts in network namespaces (needs root).
 
 All hosts share the cores of this machine, so α, β and γ are measured with as many ranks at once as the job has.
-Lab and simulator have the same tensor, density and algorithms; the ratio is simulated over measured time, of steps
-that do not evaluate thresholds exactly. The exit code is 1 if a ratio is off by more than a quarter.
+Lab and simulator use the same tensor, density and algorithms. The ratio is simulated over measured time, for steps
+without exact thresholds. The exit code is 1 if a ratio is off by more than a quarter.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from oktopk.comm import GroupCommunicator
 from oktopk.tools import simulate
 from oktopk.tools.bench.gradients import Gradients
 from oktopk.tools.lab import Lab
-from oktopk.tools.simulate.trace.record import Reducing
-from oktopk.tools.tables import table
+from oktopk.tools.simulate.trace.record import RankReducer
+from oktopk.tools.tables import format_table
 
 AGE, _SKIPPED = 8, 3
 _TOLERANCE = 0.25
@@ -34,14 +34,14 @@ HEADERS = ["link", "P", "algorithm", "lab ms", "simulated ms", "ratio", "work ms
 
 
 def job(algorithms: list[str], size: int, density: float, steps: int) -> None:
-    """What every host runs; rank 0 tells the seconds of each step."""
+    """The program of every host; rank 0 prints the seconds of each step."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     comm = GroupCommunicator.exclusive()
     gradients, found = Gradients(size, comm.rank), {}
     with torch.no_grad():
         for name in algorithms:
-            reducing = Reducing(comm, find_algorithm(name), gradients, density)
+            reducing = RankReducer(comm, find_algorithm(name), gradients, density)
             reducing.age(AGE)
             seconds = []
             for step in range(AGE, AGE + _SKIPPED + steps):
@@ -64,7 +64,7 @@ def compare(link: str, hosts: int, options: argparse.Namespace) -> list[dict[str
     words = [*("--algorithms", *options.algorithms), "--size", str(options.size), "--steps", str(options.steps)]
     command = [sys.executable, __file__, "--job", *words, "--density", str(options.density)]
     with Lab(hosts, link) as lab:
-        network = simulate.in_lab(lab)
+        network = simulate.calibrate_in(lab)
         measured = json.loads(lab.run(command, timeout=900)[0].stdout)
     cores = len(os.sched_getaffinity(0))
     costs = simulate.measure(options.algorithms, options.size, options.density, -(-hosts // cores))
@@ -105,7 +105,7 @@ def main() -> None:
     for hosts in options.hosts:
         for link in options.links:
             records += compare(link, hosts, options)
-    print(table(HEADERS, [row(one) for one in records]))
+    print(format_table(HEADERS, [row(one) for one in records]))
     write_json(options.json, records)
     worst = max(abs(one["ratio"] - 1) for one in records)
     print(f"the simulator is off by {100 * worst:.0f} % at most")

@@ -1,7 +1,7 @@
-"""How closely the tracked thresholds of Ok-Topk follow k, without evaluating them exactly.
+"""Measure how closely the tracked thresholds of Ok-Topk follow k, without exact evaluation.
 
-Drifting heavy-tailed gradients with growing residuals; the steps after the start are counted. Beside the
-default stand the exact evaluation on every step, and none at all unless the count leaves the band.
+The gradients are heavy-tailed and drift, with growing residuals; the first steps are not counted. For comparison:
+exact evaluation on every step, and none at all unless the count leaves the band.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common import arguments, write_json
 import oktopk
 from oktopk.algorithms import OkTopk
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def main() -> None:
                 records.append({"density": density, "threshold": label, "count": kind, "cpu_s": cpu, **q.__dict__})
     print(f"n = {options.size:,}, P = {options.world}, {options.steps} steps after the first {options.start}\n")
     headers = ["density", "threshold", "count", "mean error", "in [.8, 1.25]", "worst", "exact", "CPU ms/step"]
-    print(table(headers, rows))
+    print(format_table(headers, rows))
     write_json(options.json, records)
 
 

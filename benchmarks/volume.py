@@ -1,4 +1,4 @@
-"""Bytes and CPU time of one allreduce, per rank and step, for every algorithm; and how they grow with P.
+"""Bytes and CPU time of one all-reduce per rank and step, for every algorithm, and how they grow with P.
 
 Ranks are threads of this process, so bytes, messages and CPU time are real, and the network costs nothing.
 """
@@ -14,12 +14,12 @@ from common import arguments, write_json
 
 import oktopk
 from oktopk.tools.bench.gradients import Gradients
-from oktopk.tools.tables import table
+from oktopk.tools.tables import format_table
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Per step and rank, after the start: means; of the CPU time the median, so that exact steps do not count."""
+    """Means per step and rank after the start; CPU time is the median, so that exact steps do not count."""
 
     payload_bytes: float
     control_bytes: float
@@ -83,7 +83,7 @@ def main() -> None:
                             **asdict(cost)})  # fmt: skip
     print(f"n = {options.size:,}, density {options.density:g}, P = {options.world}; sent per rank and step")
     print("(dense: modelled, a ring)\n")
-    print(table(["algorithm", "values", "MB", "control kB", "messages", "less than dense", "CPU ms"], rows))
+    print(format_table(["algorithm", "values", "MB", "control kB", "messages", "less than dense", "CPU ms"], rows))
 
     cost = run("oktopk", options.size, options.density, options.world, options.start, options.steps, "fp32", "raw")
     records.append({"algorithm": "oktopk", "indices": "raw", "size": options.size, **asdict(cost)})
@@ -103,7 +103,7 @@ def main() -> None:
         rows.append(row)
     print(f"\nwords of 4 bytes sent per rank and step, over k(P-1)/P; n = {size:,}, k = {k:,}; raw indices,")
     print("headers included\n")
-    print(table(["P", *names], rows))
+    print(format_table(["P", *names], rows))
     write_json(options.json, records)
 
 
