@@ -1,9 +1,9 @@
-"""The worked example of docs/understanding.md: one step of Ok-Topk on 3 ranks and 12 numbers, by the real code.
+"""The worked example of docs/understanding.md: one step of Ok-Topk on 3 ranks and 12 entries, computed by oktopk.
 
     python docs/pictures/understanding.py      prints the example, and draws understanding-*.png beside this file
 
-Nothing is drawn that the library has not computed: `example()` runs `sparse_allreduce` on three ranks and listens
-to the stages of the algorithm; what it hears is checked against the step's outcome.
+The library computes everything that is drawn: `example()` runs `sparse_allreduce` on three ranks, records the
+stages of the algorithm, and checks them against the result of the step.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ RESIDUALS = (
     (0.0, 0.4, 0.1, 0.0, 0.0, 0.0, 0.2, 0.0, 0.0, 0.0, -0.5, 0.0),
     (0.0, 0.0, -0.3, 0.1, 0.0, 0.0, 0.0, 0.0, -0.3, 0.0, -0.2, 0.0),
 )
-"""What earlier steps have left behind."""
+"""Unsent gradient of earlier steps."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has seen of the step. Entries are by index, rounded to the one decimal that they have."""
+    """The step as seen by one rank. Entries are keyed by index and rounded to one decimal."""
 
     accumulated: list[float]
     selected: dict[int, float]
     edges: list[int]
     sums: dict[int, float]
-    """Of the region that it owns."""
+    """Of the region that this rank owns."""
     survivors: dict[int, float]
     mean: list[float]
     residual: list[float]
@@ -55,30 +55,30 @@ def example() -> list[Rank]:
 
 
 def _rank(comm: oktopk.Communicator) -> Rank:
-    heard: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
 
-    class Overheard(OkTopk):
-        """The same algorithm; the names of its stages are those of the paper."""
+    class RecordingOkTopk(OkTopk):
+        """Ok-Topk that records its stages; their names are those of the paper."""
 
         def _select_overall(self, channel, sums, k, last):  # type: ignore[no-untyped-def]
-            heard["sums"] = _entries(sums)
+            recorded["sums"] = _entries(sums)
             return super()._select_overall(channel, sums, k, last)
 
         def _balance_and_gather(self, channel, overall, edges):  # type: ignore[no-untyped-def]
-            heard["survivors"], heard["edges"] = _entries(overall.own), list(edges)
+            recorded["survivors"], recorded["edges"] = _entries(overall.own), list(edges)
             return super()._balance_and_gather(channel, overall, edges)
 
     gradient, residual = torch.tensor(GRADIENTS[comm.rank]), torch.tensor(RESIDUALS[comm.rank])
     accumulated = _rounded(gradient + residual)
-    mean, info = oktopk.sparse_allreduce(gradient, K / SIZE, Overheard(), residual, comm)
+    mean, info = oktopk.sparse_allreduce(gradient, K / SIZE, RecordingOkTopk(), residual, comm)
     selected = {i: x for i, x in enumerate(accumulated) if abs(x) >= round(info.threshold, 6)}
     assert len(selected) == info.local_count == info.target == K
     thresholds = {"threshold": info.threshold, "global_threshold": info.global_threshold}
-    return Rank(accumulated, selected, mean=_rounded(mean), residual=_rounded(residual), **heard, **thresholds)
+    return Rank(accumulated, selected, mean=_rounded(mean), residual=_rounded(residual), **recorded, **thresholds)
 
 
 def _check(ranks: list[Rank]) -> None:
-    """The stages that were heard lead to the outcome, and no mass is lost."""
+    """The recorded stages lead to the result, and no gradient is lost."""
     for owner, rank in enumerate(ranks):
         region = range(*rank.edges[owner : owner + 2])
         wanted = {i: sum(other.selected.get(i, 0.0) for other in ranks) for i in region}
@@ -108,7 +108,7 @@ def _entries_of(dense: list[float]) -> dict[int, float]:
 
 
 def text(ranks: list[Rank]) -> str:
-    """The example in letters: a dot is an entry that is not there."""
+    """The example as text: a dot is an empty entry."""
     edges, owner = ranks[0].edges, ranks[0]
     lines = ["index        " + "".join(f"{i:>6}" for i in range(SIZE))]
     lines += [_line(f"selected by {r}", rank.selected, edges) for r, rank in enumerate(ranks)]
@@ -128,9 +128,9 @@ def _line(name: str, entries: dict[int, float], edges: list[int]) -> str:
 # pictures
 
 COLOURS = ("#7fb3e6", "#f2b277", "#9bd08f")
-"""Of the ranks."""
+"""One per rank."""
 Row = tuple[str, Any, dict[int, str]]
-"""A name, values by index, and the colours of some."""
+"""A name, values by index, and the colours of some entries."""
 WINS, LOSES, PAPER = "#ffe08a", "#e6e6e6", "#ffffff"
 
 
@@ -208,7 +208,7 @@ def _draw_row(axes: Any, y: int, name: str, values: Any, fill: dict[int, str]) -
 
 
 def _draw_region(axes: Any, owner: int, start: int, stop: int, rows: int) -> None:
-    """A bracket below, with the owner's name, and a line at the edge."""
+    """A bracket below the cells with the owner's name, and a line at the edge."""
     below = [rows + depth for depth in (0.1, 0.25, 0.25, 0.1)]
     axes.plot([start, start, stop, stop], below, color=COLOURS[owner], lw=2)
     middle = (start + stop) / 2
