@@ -19,7 +19,7 @@ test quick seeds: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
-quick: $(INSTALLED) ## laws, contracts and units only, with fewer examples of each property, in 2 minutes
+quick: $(INSTALLED) ## laws, contracts and units only, with fewer examples of each property
 	$(BIN)/python -m pytest -m quick -n 2 --dist worksteal --hypothesis-profile quick $(ARGS)
 
 seeds: $(INSTALLED) ## all property tests with 20 hypothesis seeds
