@@ -15,9 +15,9 @@ COMMANDS = {
     "train": "train a model and record what happened",
     "sweep": "train with several algorithms, densities and seeds, and compare them",
     "report": "show one run or compare several: as a page, as JSON, or live",
-    "bench": "time all algorithms beside PyTorch's own gradient averaging",
+    "bench": "time all algorithms beside DDP and PyTorch's communication hooks",
     "simulate": "predict how an all-reduce scales to P ranks, from recorded messages and a network model",
-    "doctor": "check machines and links: can they train, and is compression faster here?",
+    "doctor": "check machines and links: can they train, and is sparse faster than dense here?",
     "data": "import, check and repair training data",
     "jobscript": "write a job script for SLURM or PBS",
 }

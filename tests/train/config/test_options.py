@@ -113,6 +113,10 @@ def test_item_11_shipped_configs_have_the_values_of_the_original(name: str) -> N
     assert c.tau_prime == (128 if name == "bert" else None)
 
 
+def test_a_shipped_config_may_be_spelled_with_dashes() -> None:
+    assert read_config("lstman4-small") == read_config("lstman4_small")
+
+
 def test_every_shipped_config_can_be_used() -> None:
     assert shipped_configs().keys() >= CONFIGS.keys()
     for name in shipped_configs():

@@ -1,6 +1,6 @@
 """Time every algorithm and PyTorch's own gradient averaging on the same gradients.
 
-The table shows step time, CPU time, bytes sent, and how much of the exchange backward hides.
+The table shows step time, CPU time, bytes sent, and how much of the exchange overlaps with backward.
 
     oktopk bench --ranks 2                                         processes on this machine, no rate limit
     oktopk bench --ranks 4 --link none,1gbit,100mbit               hosts in network namespaces (needs root)
@@ -62,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="resnet50-shapes",
         choices=MODELS,
-        help="prepared gradients in given shapes, or a real mlp or transformer (default: resnet50-shapes)",
+        help="gradients: prepared (resnet50-shapes, synthetic, pooled for large models) or computed (mlp, "
+        "transformer) (default: resnet50-shapes)",
     )
     parser.add_argument(
         "--params", type=parse_count, metavar="N", help=f"number of parameters, like 25M (default: {sizes})"
@@ -73,12 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,…",
         help=f"what to compare (default: all): {', '.join(CONTENDERS)}. Colons add variants "
         f"to an algorithm, like oktopk:fp16:fused: {', '.join(VARIANTS)}. fused: all buckets share their "
-        f"messages; apart: each bucket has its own; auto: dense where that is faster; "
-        "hosts: the ranks of a host exchange as one",
+        f"messages; apart: each bucket sends its own; auto: dense where that is faster; hosts: hierarchical, one "
+        "rank of each host exchanges. Lower bounds: backward (no exchange), limit-memory (one pass over "
+        "memory), limit-link (the bytes alone)",
     )
     parser.add_argument("--steps", type=int, default=15, metavar="N", help="timed steps (default: 15)")
     parser.add_argument(
-        "--density", type=float, default=0.01, metavar="X", help="share of entries to send (default: 0.01)"
+        "--density", type=float, default=0.01, metavar="X", help="fraction of entries to send (default: 0.01)"
     )
     parser.add_argument("--values", default="fp32", choices=VALUE_CODES, help="values on the wire (default: fp32)")
     parser.add_argument(

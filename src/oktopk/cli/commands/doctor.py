@@ -1,9 +1,10 @@
-"""Check this machine, or all ranks of a job: can it train, how fast are its links, is compression faster?
+"""Check this machine, or all ranks of a job: can it train, how fast are its links, is sparse faster than dense?
 
     oktopk doctor                                                        check this machine
     oktopk doctor --ranks 2 --params 25M --density 0.01                  time sparse against dense on two ranks
     torchrun --nproc-per-node 4 -m oktopk doctor --dnn lstman4 --data-dir audio_data --nworkers 4
-    mpirun -np 2 oktopk doctor
+                                                                         what a job would use, before it starts
+    mpirun -np 2 oktopk doctor                                           the same under MPI
 
 Each check prints one line: ok, warning or problem, what it found, and what to do about it. The exit code is 1 if
 there is a problem, else 0, on every rank.
@@ -68,8 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds to wait for another rank before giving up (default: 60)",
     )
     group = parser.add_argument_group("options of oktopk train")
-    for name in ("dnn", "dataset", "data_dir", "density", "nworkers", "ranks", "out"):
+    for name in ("dnn", "dataset", "data_dir", "density", "nworkers", "ranks"):
         add_option(group, name)
+    add_option(group, "out", ": doctor checks that all ranks can write there")
 
 
 def run(options: argparse.Namespace) -> int:

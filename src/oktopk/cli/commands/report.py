@@ -5,8 +5,8 @@
     oktopk report --live runs/NAME                follow a running job in a browser on this machine
 
 The page begins with answers: when the sparse phase started, the density, the bytes sent compared with dense and
-with the bounds, where the time of a step went, and how much of it was hidden. The page needs the extra `report`
-(pip install 'oktopk[report]'); --json does not.
+with the bounds of 6k and 2k words, where step time went, and how much communication overlapped with backward.
+The page needs the extra `report` (pip install 'oktopk[report]'); --json does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Train a model with sparse all-reduce, alone, under torchrun, mpirun or srun, or with --ranks.
+"""Train a model with sparse all-reduce: as one process, with --ranks N, or under torchrun, mpirun or srun.
 
     oktopk train --config lstman4_small --ranks 2                a small first run: two ranks on this machine
-    oktopk train --config lstm_extended --data-dir audio_data    --config also takes a TOML file
+    oktopk train --config lstm_extended --data-dir audio_data    lstman4 on AN4, ten epochs
+    oktopk train --config my.toml                                options from a file
     mpirun -np 2 oktopk train --dnn lstman4 --nworkers 2         one rank per process
     oktopk train --resume runs/NAME                              continue from the last checkpoint
 

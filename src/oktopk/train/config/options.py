@@ -124,7 +124,12 @@ class TrainConfig:
 
     compression: bool = option(True, switch, COMPRESSION, "False trains dense, whatever --compressor says")
     compressor: str = option("oktopk", one_of(ALGORITHMS), COMPRESSION, f"algorithm: {', '.join(ALGORITHMS)}")
-    density: float = option(0.01, number(above=0, up_to=1), COMPRESSION, "share of its entries that a rank sends")
+    density: float = option(
+        0.01,
+        number(above=0, up_to=1),
+        COMPRESSION,
+        "fraction of its gradient entries that a rank sends in a sparse step",
+    )
     warmup_steps: int = option(128, integer(0), COMPRESSION, "dense steps before the sparse phase")
     momentum_correction: bool = option(
         False,
@@ -135,9 +140,11 @@ class TrainConfig:
     ramp_steps: int = option(
         0, integer(0), COMPRESSION, "sparse steps over which the density falls from 25 %% to --density"
     )
-    tau: int | None = option(None, integer(1), COMPRESSION, "steps between rebalancing of regions (oktopk)")
+    tau: int | None = option(
+        None, integer(1), COMPRESSION, "steps between rebalancing of regions (oktopk; default: 64)"
+    )
     tau_prime: int | None = option(
-        None, integer(1), COMPRESSION, "steps between exact threshold evaluations (oktopk)"
+        None, integer(1), COMPRESSION, "steps between exact threshold evaluations (oktopk; default: 32)"
     )
     values: str = option(
         "fp32", one_of(tuple(VALUE_CODES)), COMPRESSION, f"values on the wire: {', '.join(VALUE_CODES)}"
@@ -146,19 +153,22 @@ class TrainConfig:
         Settings.fusion_entries,
         integer(0),
         COMPRESSION,
-        "fuse buckets into shared messages of up to this many selected entries; 0: no fusion",
+        "fuse buckets until together they send at least this many entries; 0: no fusion",
     )
     auto: bool = option(False, switch, COMPRESSION, "time dense and sparse, and use dense where that is faster")
     ranks_per_host: int = option(
-        1, integer(1), COMPRESSION, "average this many ranks inside each host first; one of them exchanges for all"
+        1,
+        integer(1),
+        COMPRESSION,
+        "hierarchical: average N ranks inside each host, then one rank per host exchanges",
     )
-    sigma_scale: float | None = option(None, number(above=0), COMPRESSION, "accepted, but has no effect")
+    sigma_scale: float | None = option(None, number(above=0), COMPRESSION, "ignored, for compatibility")
 
     nworkers: int | None = option(
-        None, integer(1), RANKS, "expected number of ranks; any other number is an error"
+        None, integer(1), RANKS, "check that this many ranks run; it starts none, --ranks does"
     )
     nwpernode: int | None = option(
-        None, integer(1), RANKS, "ranks per host, to choose the GPU where MPI does not tell"
+        None, integer(1), RANKS, "ranks per host, to choose the GPU if the launcher sets no local rank"
     )
     ranks: int | None = option(None, integer(1), RANKS, "start this many ranks on this machine")
     timeout: float = option(

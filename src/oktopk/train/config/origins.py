@@ -86,8 +86,8 @@ def shipped_configs() -> dict[str, str]:
 def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the options of a configuration; the values are not parsed yet."""
     known = shipped_configs()
-    if str(name) in known:
-        text = known[str(name)]
+    if (shipped := str(name).replace("-", "_")) in known:  # lstman4-small is a network, lstman4_small its config
+        text = known[shipped]
     elif Path(name).suffix == ".toml" or Path(name).exists():
         try:
             text = read_regular(Path(name), _LARGEST).decode("utf-8")
