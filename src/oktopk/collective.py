@@ -116,7 +116,12 @@ def sparse_allreduce(
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm must be an oktopk.Communicator, got {type(comm).__name__}")
     meter = Metered(default_communicator() if comm is None else comm)
-    problem = _problem(tensor, density, algorithm, residual, values, indices, out, state, step)
+    problem = (
+        _tensor_problem(tensor)
+        or _setting_problem(density, values, indices, step)
+        or _algorithm_problem(algorithm, state, tensor)
+        or _memory_problem(tensor, residual, out)
+    )
     dtype, size = (tensor.dtype, tensor.numel()) if isinstance(tensor, Tensor) else (None, None)
     terms = {
         "tensor size": size,
@@ -132,21 +137,17 @@ def sparse_allreduce(
     with add_step_to_errors(meter.rank, step):
         agree(meter, terms, problem)
     chosen = find_algorithm(algorithm)
-    acc = Accumulator(_work_buffer(tensor, out), None if residual is None else residual.view(-1))
+    work = _work_buffer(tensor, out)
+    acc = Accumulator([work], [] if residual is None else [residual.view(-1)])
     k = target_count(acc.size, density)
     channel = SparseCommunicator(
-        meter,
-        acc.size,
-        step=step,
-        values=VALUE_CODES[values],
-        raw_indices=indices == "raw",
-        device=acc.work.device,
+        meter, acc.size, step=step, values=VALUE_CODES[values], raw_indices=indices == "raw", device=acc.device
     )
     with add_step_to_errors(meter.rank, step):
         reduction, found = reduce_step(chosen, channel, acc, k, state)
     if reduction.mean is not None:
-        found = int(torch.count_nonzero(acc.work))
-    mean = _convert_mean(acc, tensor, meter)
+        found = int(torch.count_nonzero(work))
+    mean = _convert_mean(work, residual, tensor, meter)
     if out is not None:
         mean = out if out.data_ptr() == mean.data_ptr() else out.copy_(mean)
     return mean, _info(chosen, acc.size, k, reduction, found, meter)
@@ -161,13 +162,13 @@ def _work_buffer(tensor: Tensor, out: Tensor | None) -> Tensor:
     return out.detach().view(-1)
 
 
-def _convert_mean(acc: Accumulator, tensor: Tensor, comm: Communicator) -> Tensor:
+def _convert_mean(work: Tensor, residual: Tensor | None, tensor: Tensor, comm: Communicator) -> Tensor:
     """The mean in the tensor's dtype and shape, never infinite. Rank 0 keeps the rounding error as residual."""
     if tensor.dtype in (torch.float32, torch.float64):
-        return acc.work.view(tensor.shape).to(tensor.dtype)
-    mean = narrow(acc.work, tensor.dtype)
-    if acc.residual is not None and comm.rank == 0:
-        acc.residual.add_(acc.work - mean.float(), alpha=comm.world)
+        return work.view(tensor.shape).to(tensor.dtype)
+    mean = narrow(work, tensor.dtype)
+    if residual is not None and comm.rank == 0:
+        residual.view(-1).add_(work - mean.float(), alpha=comm.world)
     return mean.view(tensor.shape)
 
 
@@ -185,24 +186,18 @@ def _info(chosen: Algorithm, size: int, k: int, reduction: Reduction, found: int
     )
 
 
-def _problem(
-    tensor: Tensor,
-    density: float,
-    algorithm: str | Algorithm,
-    residual: Tensor | None,
-    values: str,
-    indices: str,
-    out: Tensor | None,
-    state: object,
-    step: int,
-) -> str | None:
-    """Say what is wrong with the arguments and how to fix it; None if nothing is."""
+def _tensor_problem(tensor: Tensor) -> str | None:
+    """Say what is wrong with an argument and how to fix it, as the next ones; None if nothing is."""
     if not isinstance(tensor, Tensor):
         return f"tensor must be a torch.Tensor, got {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return f"tensor must be dense, got layout {tensor.layout}: call to_dense() on it first"
     if not tensor.is_floating_point():
         return f"unsupported tensor dtype {tensor.dtype}: expected a floating-point dtype"
+    return None
+
+
+def _setting_problem(density: float, values: str, indices: str, step: int) -> str | None:
     if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
         return f"density must be in (0, 1], got {density!r}"
     if not isinstance(values, str) or values not in VALUE_CODES:
@@ -211,13 +206,15 @@ def _problem(
         return f"unknown index format {indices!r}: choose coded or raw"
     if not isinstance(step, int) or step < 0:
         return f"step must be an integer of at least 0, got {step!r}"
+    return None
+
+
+def _algorithm_problem(algorithm: str | Algorithm, state: object, tensor: Tensor) -> str | None:
     try:
         chosen = find_algorithm(algorithm)
     except ValueError as error:
         return str(error)
-    if state is not None and (problem := chosen.state_problem(state, tensor.numel())):
-        return problem
-    return _memory_problem(tensor, residual, out)
+    return None if state is None else chosen.state_problem(state, tensor.numel())
 
 
 def _memory_problem(tensor: Tensor, residual: Tensor | None, out: Tensor | None) -> str | None:

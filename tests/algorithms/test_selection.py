@@ -54,7 +54,7 @@ def bits(x: Tensor) -> list[int]:
 
 
 def accumulator(x: Tensor, kernels: Backend | None = None, residual: Tensor | None = None) -> Accumulator:
-    acc = Accumulator(x.clone(), residual)
+    acc = Accumulator([x.clone()], [] if residual is None else [residual])
     acc.kernels = kernels or acc.kernels
     return acc
 
@@ -114,7 +114,7 @@ def test_roll_back_restores_the_residual_to_the_bit(kernels: Backend, passes: in
         acc.select(0.5, 10)
     acc.rollback()
     assert bits(residual) == before
-    assert acc.work.count_nonzero() == 0
+    assert acc.works[0].count_nonzero() == 0
 
 
 @every_backend
@@ -122,7 +122,7 @@ def test_roll_back_without_a_residual_leaves_zeros(kernels: Backend) -> None:
     acc = accumulator(heavy(97), kernels)
     acc.select(1.0, 97)
     acc.rollback()
-    assert bits(acc.work) == [0] * 97
+    assert bits(acc.works[0]) == [0] * 97
 
 
 @every_backend
@@ -145,19 +145,19 @@ def test_finish_leaves_the_mean(kernels: Backend, world: int) -> None:
     acc = accumulator(heavy(10), kernels, torch.zeros(10))
     left = SparseVector(torch.tensor([1, 4, 7], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]), 10)
     right = SparseVector(torch.tensor([4, 7, 9], dtype=torch.int32), torch.tensor([5.0, -3.0, 0.0]), 10)
-    assert acc.write_mean([left, right], world) == int(acc.work.count_nonzero()) == 2
-    assert torch.allclose(acc.work, (left.dense() + right.dense()) / world)
-    assert acc.write_mean([], world) == acc.work.count_nonzero() == 0
+    assert acc.write_mean([left, right], world) == int(acc.works[0].count_nonzero()) == 2
+    assert torch.allclose(acc.works[0], (left.dense() + right.dense()) / world)
+    assert acc.write_mean([], world) == acc.works[0].count_nonzero() == 0
 
 
 def test_finish_dense_sends_everything() -> None:
     residual, mean = normal(10), torch.arange(10.0)
     acc = accumulator(heavy(10), None, residual)
     acc.write_dense_mean(mean)
-    assert torch.equal(acc.work, mean)
+    assert torch.equal(acc.works[0], mean)
     assert residual.count_nonzero() == 0
-    acc.write_dense_mean(acc.work)
-    assert torch.equal(acc.work, mean)
+    acc.write_dense_mean(acc.works[0])
+    assert torch.equal(acc.works[0], mean)
 
 
 # --- exact top-k ---------------------------------------------------------------------------------------------
@@ -444,7 +444,7 @@ def test_residuals_that_grow_are_followed_without_a_search(monkeypatch: pytest.M
     random = torch.Generator().manual_seed(3)
     residual, tracker, k = torch.zeros(100_000), None, 1000
     for _ in range(30):
-        acc = Accumulator(torch.randn(100_000, generator=random), residual)
+        acc = Accumulator([torch.randn(100_000, generator=random)], [residual])
         chosen, tracker = TrackedSelection(exact_every=1000).select(acc, k, tracker)
         assert in_band(len(chosen.vector), k)
     assert searches == [k]  # in the first step, when nothing is known yet

@@ -128,7 +128,7 @@ def test_a_sum_that_fails_leaves_the_residuals_as_they_were(broken: int) -> None
         if broken:
             result = steps._dense.finish_next(steps._report, 0)
             assert result is not None
-            steps._results.append(result[0])
+            steps._results += result[0]
         late(steps).broken = True
         with pytest.raises(oktopk.CommError, match="nobody there"):
             steps.finish(0.0, 0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oktopk import AllReducer, run_threads
-from oktopk.feedback.accumulator import Accumulator, FusedAccumulator
+from oktopk.feedback.accumulator import Accumulator
 from oktopk.kernels import Picked
 from oktopk.wire.sparse_vector import SparseVector
 
@@ -21,24 +21,22 @@ def heavy(size: int, seed: int) -> torch.Tensor:
     return (8 * x).round() / 8  # with ties
 
 
-def pair(sizes: list[int], seed: int = 0) -> tuple[Accumulator, FusedAccumulator]:
+def pair(sizes: list[int], seed: int = 0) -> tuple[Accumulator, Accumulator]:
     grad, residual = heavy(sum(sizes), seed), heavy(sum(sizes), seed + 1)
-    members = [
-        Accumulator(g, r) for g, r in zip(grad.clone().split(sizes), residual.clone().split(sizes), strict=True)
-    ]
-    return Accumulator(grad, residual), FusedAccumulator(members)
+    several = Accumulator(grad.clone().split(sizes), residual.clone().split(sizes))
+    return Accumulator([grad], [residual]), several
 
 
 def told(picked: Picked) -> tuple[object, ...]:
     return picked.indices.tolist(), picked.values.tolist(), picked.count, picked.above, picked.finite
 
 
-def work(fused: FusedAccumulator) -> torch.Tensor:
-    return torch.cat([member.work for member in fused.members])
+def work(fused: Accumulator) -> torch.Tensor:
+    return torch.cat(list(fused.works))
 
 
-def residual(fused: FusedAccumulator) -> torch.Tensor:
-    return torch.cat([member.values for member in fused.members])
+def residual(fused: Accumulator) -> torch.Tensor:
+    return torch.cat(list(fused.pieces()))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -48,7 +46,7 @@ def test_select(sizes: list[int], capacity: int):
     for threshold in (0.5, 2.0, 0.25):  # the first call adds the gradient
         assert told(one.select(threshold, capacity)) == told(several.select(threshold, capacity))
     assert torch.equal(one.values, residual(several))
-    assert torch.equal(one.work, work(several))
+    assert torch.equal(one.works[0], work(several))
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -79,14 +77,14 @@ def test_the_end_of_a_step(sizes: list[int], parts: int):
         acc.select(1.0, total)
         acc.release(vectors)
         results.append(acc.write_mean(vectors, 3))
-    assert results[0] == results[1] == int(one.work.count_nonzero())
+    assert results[0] == results[1] == int(one.works[0].count_nonzero())
     assert torch.equal(one.values, residual(several))
-    assert torch.equal(one.work, work(several))
+    assert torch.equal(one.works[0], work(several))
 
 
 def test_a_step_is_taken_back():
     one, several = pair([40, 33])
-    before = one.residual.clone()
+    before = one.residuals[0].clone()
     several.select(1.0, 5)
     several.rollback()
     assert torch.equal(residual(several), before)
@@ -163,16 +161,14 @@ def test_a_mean_goes_to_all_members_and_a_copy_is_there_for_who_asks():
     mean = heavy(73, 9)
     for acc in (one, several):
         acc.write_dense_mean(mean)
-    assert torch.equal(one.work, work(several))
-    assert torch.equal(one.residual, residual(several))
+    assert torch.equal(one.works[0], work(several))
+    assert torch.equal(one.residuals[0], residual(several))
 
 
 def test_next_to_nothing_is_not_looked_at_again():
     grad = torch.zeros(100)
     grad[::9] = 1.0
-    several = FusedAccumulator(
-        [Accumulator(part.clone(), torch.zeros(part.numel())) for part in grad.split([60, 40])]
-    )
+    several = Accumulator(grad.clone().split([60, 40]), torch.zeros(100).split([60, 40]))
     assert several.kth_magnitude(12) == 1.0
     assert several.kth_magnitude(50) == 0.0
 

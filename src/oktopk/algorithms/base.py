@@ -14,6 +14,7 @@ from torch import Tensor
 from ..feedback.accumulator import Accumulator
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector, all_finite, sum_in_region
+from .selection import Chosen
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,14 @@ def foreign_state(state: object) -> str:
     return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"
 
 
+def reduced(
+    chosen: Chosen, parts: Sequence[SparseVector], leaving: Sequence[SparseVector], state: Any
+) -> Reduction:
+    """The reduction of what this rank has chosen."""
+    count, threshold = len(chosen.vector), chosen.threshold
+    return Reduction(parts, None, leaving, state, count, threshold, exact=chosen.exact)
+
+
 def skip(state: Any) -> Reduction:
     return Reduction(state=state, skipped=True)
 
@@ -146,7 +155,7 @@ def reduce_step(
     state: Any,
     inspect: Callable[[Accumulator], None] | None = None,
 ) -> tuple[Reduction, int]:
-    """Run the algorithm, then commit: `acc.work` becomes the mean and the residual keeps what was not sent.
+    """Run the algorithm, then commit: `acc.works` become the mean and the residual keeps what was not sent.
 
     If the step is skipped, `inspect` is called with acc first; then acc rolls back: the mean is zero and the
     residual is what it was, to the bit.

@@ -22,7 +22,7 @@ class Dense(Algorithm):
 
     def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:
         values = acc.values
-        mean = values.mul_(1.0 / comm.world) if acc.residual is None else values * (1.0 / comm.world)
+        mean = values.mul_(1.0 / comm.world) if not acc.residuals else values * (1.0 / comm.world)
         if comm.world > 1:
             comm.transport.all_reduce_(mean, "dense")
         if not all_finite(mean):

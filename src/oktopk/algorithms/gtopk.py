@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from ..feedback.accumulator import Accumulator
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite, sum_in_region
-from .base import Algorithm, Reduction, rounding_error, skip
+from .base import Algorithm, Reduction, reduced, rounding_error, skip
 from .selection import select_exact
 
 
@@ -31,10 +31,9 @@ class GTopk(Algorithm):
             chosen = select_exact(acc, k, state)
         comm.check_finite(chosen.finite)
         held, leaving = chosen.vector, [chosen.vector]
-        parent = None
         for peer, receives in merges(comm.rank, comm.world):
             if not receives:
-                parent = peer
+                leaving += rounding_error(held, comm.send(held, peer))
                 break
             merged = sum_in_region([held, comm.recv(peer, k)], 0, acc.size, acc.size)
             comm.check_finite(all_finite(merged.values))
@@ -42,22 +41,13 @@ class GTopk(Algorithm):
             back = acc.at(dropped.indices) + dropped.values  # what the residual of this rank would hold
             comm.check_finite(all_finite(back))
             leaving.append(dropped.with_values(-dropped.values))
-        if parent is not None:
-            leaving += rounding_error(held, comm.send(held, parent))
 
         result = comm.broadcast(held if comm.rank == 0 else None, k)
         if comm.nonfinite:
             return skip(state)
         if comm.rank == 0:
             leaving += rounding_error(held, result)
-        return Reduction(
-            parts=[result],
-            leaving=leaving,
-            state=chosen.threshold,
-            local_count=len(chosen.vector),
-            threshold=chosen.threshold,
-            exact=True,
-        )
+        return reduced(chosen, [result], leaving, chosen.threshold)
 
 
 def merges(rank: int, world: int) -> list[tuple[int, bool]]:

@@ -10,7 +10,7 @@ import torch
 from ..feedback.accumulator import Accumulator
 from ..wire.message import max_message_bytes
 from ..wire.sparse_comm import SparseCommunicator
-from .base import Algorithm, Reduction, skip
+from .base import Algorithm, Reduction, reduced, skip
 from .selection import Chosen, select_exact
 
 LARGEST = 0.999 * torch.finfo(torch.float32).max
@@ -42,12 +42,4 @@ def gather_all(comm: SparseCommunicator, chosen: Chosen, limit: int, state: Any,
     comm.check_finite(largest_mean < LARGEST)  # all ranks have the same parts and agree
     if comm.nonfinite:
         return skip(state)
-    own = parts[comm.rank]
-    return Reduction(
-        parts=parts,
-        leaving=[own],
-        state=next_state,
-        local_count=len(own),
-        threshold=chosen.threshold,
-        exact=chosen.exact,
-    )
+    return reduced(chosen, parts, [parts[comm.rank]], next_state)

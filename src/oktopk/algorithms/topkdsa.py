@@ -12,7 +12,7 @@ from ..kernels import index_dtype
 from ..wire.message import max_region_bytes
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
-from .base import Algorithm, Reduction, equal_regions, rounding_error, skip, split_and_reduce
+from .base import Algorithm, Reduction, equal_regions, reduced, rounding_error, skip, split_and_reduce
 from .selection import select_exact
 
 
@@ -42,14 +42,8 @@ class TopkDSA(Algorithm):
         parts = comm.all_gather(sums, capacity, edges)
         if comm.nonfinite:
             return skip(state)
-        return Reduction(
-            parts=parts,
-            leaving=[sent, *rounding_error(sums, parts[comm.rank])],
-            state=chosen.threshold,
-            local_count=len(chosen.vector),
-            threshold=chosen.threshold,
-            exact=True,
-        )
+        leaving = [sent, *rounding_error(sums, parts[comm.rank])]
+        return reduced(chosen, parts, leaving, chosen.threshold)
 
 
 def _store_zeros(sums: SparseVector, start: int, stop: int) -> SparseVector:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..algorithms.base import Reduction, reduce_step
 from ..algorithms.selection import target_count
 from ..comm import Metered
-from ..feedback.accumulator import Accumulator, fuse, narrow
+from ..feedback.accumulator import Accumulator, narrow
 from ..feedback.buckets import Bucket
 from ..feedback.momentum import MomentumStore
 from ..feedback.residuals import ResidualStore
@@ -89,21 +90,15 @@ class BucketReducer:
         """Exchange a group of buckets; `report` gets the reason if that is lost."""
         recorder = ReductionRecorder(self.meter, step, group.index, group.size)
         members = [self._member(one) for one in handed]
-        acc = fuse([Accumulator(member.work, member.residual) for member in members])
+        acc = Accumulator([member.work for member in members], [member.residual for member in members])
         comm = SparseCommunicator(
             self.meter, group.size, step=step, bucket=group.index, values=VALUE_CODES[self.settings.values],
             device=acc.device, stopwatch=recorder.watch, blocked_before=self.blocked,
         )  # fmt: skip
         k = target_count(group.compressible, density)
         with self._prepared(members):
-            reduction, found = reduce_step(
-                self.settings.algorithm,
-                comm,
-                acc,
-                k,
-                group.tracking,
-                lambda acc: report.inspect(group.members, acc),
-            )
+            inspect = partial(report.inspect, group.members)
+            reduction, found = reduce_step(self.settings.algorithm, comm, acc, k, group.tracking, inspect)
             if reduction.skipped:
                 _restore(members)
         group.tracking = reduction.state
@@ -132,21 +127,16 @@ class BucketReducer:
     @contextmanager
     def _prepared(self, members: Sequence[_Member]) -> Iterator[None]:
         """What comes before the algorithm sees a bucket, and what is undone afterwards."""
-        with ExitStack() as stack, self._restored_on_error(members):
-            for member in members:
-                idle = stack.enter_context(self.set_aside(member.state.bucket, member.work, member.residual))
-                if self.settings.momentum:
+        with ExitStack() as stack:
+            try:
+                for member in members:
+                    idle = stack.enter_context(self.set_aside(member.state.bucket, member.work, member.residual))
                     member.velocity = self.velocities.advance(member.state.bucket, member.work, idle)
-                self._average_always_dense(member)
-            yield
-
-    @contextmanager
-    def _restored_on_error(self, members: Sequence[_Member]) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            _restore(members)
-            raise
+                    self._average_always_dense(member)
+                yield
+            except BaseException:
+                _restore(members)
+                raise
 
     def _result(self, member: _Member, place: int, acc: Accumulator, reduction: Reduction) -> BucketResult:
         state, masked = member.state, None
@@ -164,14 +154,14 @@ class BucketReducer:
             state, member.grad, member.work, member.scale, sent, state.always_dense, masked, nonzeros=nonzeros
         )
 
-    def untouched(self, handed: Handed, dense: bool, step: int) -> tuple[BucketResult, ReductionEvent]:
+    def untouched(self, handed: Handed, dense: bool, step: int) -> tuple[list[BucketResult], ReductionEvent]:
         """A bucket that comes after the one that lost the step: nothing is sent and nothing changes."""
         state, phase = handed.state, DENSE if dense else SPARSE
         recorder = ReductionRecorder(self.meter, step, state.index, state.bucket.size)
         name = "dense" if dense else self.settings.algorithm.name
         volume = Volume.of(state.bucket.size, None if dense else 0)
         event = recorder.close(phase, name, volume, residual_norm=state.residual_norm)
-        return BucketResult(state, handed.grad, handed.grad, handed.scale), event
+        return [BucketResult(state, handed.grad, handed.grad, handed.scale)], event
 
     @contextmanager
     def set_aside(self, bucket: Bucket, grad: Tensor, residual: Tensor | None) -> Iterator[list[slice]]:

@@ -57,14 +57,8 @@ class _Prepared(NamedTuple):
     def cancel(self) -> None:
         """Roll back without waiting for the sum."""
         with self.aside:
-            if self.acc.residual is not None:  # otherwise the library may still be at work on the gradient itself
+            if self.acc.residuals:  # otherwise the library may still be at work on the gradient itself
                 self.acc.rollback()
-
-
-class _UnderWay(NamedTuple):
-    bucket: _Prepared
-    sum: PendingSum
-    posted: float
 
 
 class DenseAllReduce:
@@ -72,7 +66,8 @@ class DenseAllReduce:
 
     def __init__(self, reducer: BucketReducer) -> None:
         self._reducer = reducer
-        self.under_way: deque[_UnderWay] = deque()
+        self.under_way: deque[tuple[_Prepared, PendingSum, float]] = deque()
+        """Buckets, their sums, and when those were begun."""
         self._free = 0.0
         """When the last sum was finished: the time of the next one counts from there."""
         self._dropping = False
@@ -86,13 +81,14 @@ class DenseAllReduce:
         except BaseException:
             bucket.cancel()
             raise
-        self.under_way.append(_UnderWay(bucket, pending, time.perf_counter()))
+        self.under_way.append((bucket, pending, time.perf_counter()))
 
     def _prepare(self, state: BucketState, grad: Tensor, scale: float | None) -> _Prepared:
         """What is to be summed: the gradient and its residual, divided by the number of ranks."""
         begun, reducer, idle, velocity = time.perf_counter(), self._reducer, [], None
         work, residual = reducer.dense_work(state.bucket, grad, scale)
-        acc, mean, aside = Accumulator(work, residual), work, ExitStack()
+        acc = Accumulator([work], [] if residual is None else [residual])
+        mean, aside = work, ExitStack()
         try:
             idle = aside.enter_context(reducer.set_aside(state.bucket, work, residual))
             velocity = reducer.velocities.advance(state.bucket, work, idle)
@@ -105,7 +101,7 @@ class DenseAllReduce:
             raise
         return _Prepared(state, grad, scale, acc, mean, velocity, nonfinite, bool(idle), aside, begun)
 
-    def finish_next(self, report: NonFiniteReport, step: int) -> tuple[BucketResult, ReductionEvent]:
+    def finish_next(self, report: NonFiniteReport, step: int) -> tuple[list[BucketResult], ReductionEvent]:
         """Wait for the next sum that is under way. Sums behind one that is not finite do not count."""
         bucket, pending, posted = self.under_way[0]
         pending.wait()  # if that fails, the sum is still under way: cancel() rolls it back
@@ -125,15 +121,15 @@ class DenseAllReduce:
                 self._reducer.velocities.commit(bucket.state.bucket, bucket.velocity, ())
         result = self._result(bucket, self._dropping)
         self._dropping = self._dropping and bool(self.under_way)
-        return result, self._record(bucket, posted, done, step)
+        return [result], self._record(bucket, posted, done, step)
 
     def _result(self, bucket: _Prepared, lost: bool) -> BucketResult:
         # Only float32 is summed alike with a residual and without one, so that ranks need not agree on `emptied`.
-        residual, float32 = bucket.acc.residual, bucket.grad.dtype == torch.float32
-        emptied = residual is not None and float32 and not (lost or bucket.idle)
+        float32 = bucket.grad.dtype == torch.float32
+        emptied = bool(bucket.acc.residuals) and float32 and not (lost or bucket.idle)
         entries = None if lost else slice(None)
         return BucketResult(
-            bucket.state, bucket.grad, bucket.acc.work, bucket.scale, dense_entries=entries, emptied=emptied
+            bucket.state, bucket.grad, bucket.acc.works[0], bucket.scale, dense_entries=entries, emptied=emptied
         )
 
     def _record(self, bucket: _Prepared, posted: float, done: float, step: int) -> ReductionEvent:
@@ -142,7 +138,7 @@ class DenseAllReduce:
         recorder = ReductionRecorder(reducer.meter, step, state.index, size, max(bucket.begun, self._free))
         recorder.add_exchange(posted, done)
         reducer.blocked = done - posted
-        norm = reducer.residual_norm(state, bucket.acc.residual, step)
+        norm = reducer.residual_norm(state, next(iter(bucket.acc.residuals), None), step)
         event = recorder.close(
             DENSE, "dense", Volume(size, size, bucket.grad.nbytes), local_count=size, residual_norm=norm
         )
@@ -161,7 +157,7 @@ class DenseAllReduce:
         """Roll back without waiting: the other ranks will not answer any more."""
         self._dropping = False
         while self.under_way:
-            self.under_way.popleft().bucket.cancel()
+            self.under_way.popleft()[0].cancel()
 
 
 def _divide(mean: Tensor, world: int, state: BucketState) -> list[str] | None:

@@ -16,7 +16,7 @@ from .autotune import Autotune
 from .bucket_reducer import BucketReducer, Handed
 from .bucket_state import BucketGroup, BucketResult, BucketState
 from .dense_allreduce import DenseAllReduce
-from .hierarchy import LocalGroup, make_local_group
+from .hierarchy import LocalGroup
 from .nonfinite import NonFiniteReport, report_skipped
 from .settings import Settings
 
@@ -45,7 +45,9 @@ class StepReducer:
         self.buckets: dict[Bucket, BucketState] = {}
         self.groups: dict[Bucket, BucketGroup] = {}
         """By their first bucket."""
-        self.local: LocalGroup | None = make_local_group(self.meter, settings.ranks_per_host)
+        ranks = settings.ranks_per_host
+        self.local = LocalGroup(self.meter, ranks) if ranks > 1 else None
+        """The ranks of this host; None if every rank exchanges for itself."""
         exchanging = self.meter if self.local is None else self.local.leaders
         self.reducer = BucketReducer(settings, exchanging, unused_stay)
         self.autotune = Autotune(settings)
@@ -87,15 +89,14 @@ class StepReducer:
         if not self.exchanges:  # the leader does the rest
             self._results.append(BucketResult(handed.state, grad, grad, scale))
         elif self._report.names is not None:
-            self._add_untouched(handed, dense)
+            self._add(*self.reducer.untouched(handed, dense, self.step))
         elif dense:
             self._dense.begin(*handed)
         else:
             self._fuse(handed)
 
-    def _add_untouched(self, handed: Handed, dense: bool) -> None:
-        result, event = self.reducer.untouched(handed, dense, self.step)
-        self._results.append(result)
+    def _add(self, results: Sequence[BucketResult], event: ReductionEvent) -> None:
+        self._results += results
         self._events.append(event)
 
     def _fuse(self, handed: Handed) -> None:
@@ -113,19 +114,15 @@ class StepReducer:
             return
         if self._report.names is not None:
             for handed in waiting:
-                self._add_untouched(handed, dense=False)
+                self._add(*self.reducer.untouched(handed, False, self.step))
             return
         assert self.density is not None
         group = self._group_of([handed.state for handed in waiting])
-        results, event = self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report)
-        self._results += results
-        self._events.append(event)
+        self._add(*self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report))
 
     def _finish_dense(self) -> None:
         while self._dense.under_way:
-            result, event = self._dense.finish_next(self._report, self.step)
-            self._results.append(result)
-            self._events.append(event)
+            self._add(*self._dense.finish_next(self._report, self.step))
 
     @torch.no_grad()
     def finish(self, start: float, handed_over: float) -> StepEvent:

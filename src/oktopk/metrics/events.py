@@ -7,12 +7,11 @@ synchronisation returns: code that reads a sink after that finds the step in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from .traffic import Operation, Span, Traffic, merge
+from .traffic import Operation, Span, Traffic, merge, total
 
 Figures = TypeVar("Figures", bound="Additive")
 
@@ -109,18 +108,11 @@ class Wire(Additive):
 
     @classmethod
     def of(cls, traffic: Mapping[Operation, Traffic]) -> Wire:
-        parts = (
-            cls(
-                moved.sent_bytes,
-                moved.received_bytes,
-                moved.sent_messages,
-                moved.received_messages,
-                control_bytes=moved.sent_bytes if operation.control else 0,
-                modelled_bytes=moved.sent_bytes if moved.modelled else 0,
-            )
-            for operation, moved in traffic.items()
-        )
-        return _sum_figures(parts, cls())
+        moved = total(traffic)
+        control = sum(part.sent_bytes for operation, part in traffic.items() if operation.control)
+        modelled = sum(part.sent_bytes for part in traffic.values() if part.modelled)
+        counts = moved.sent_bytes, moved.received_bytes, moved.sent_messages, moved.received_messages
+        return cls(*counts, control, modelled)
 
 
 class Densities:
@@ -337,14 +329,3 @@ def combine(step: int, reductions: Iterable[ReductionEvent], **rest: object) -> 
         reductions=parts,
         **rest,  # type: ignore[arg-type]
     )
-
-
-class Told:
-    """A step whose event is made when somebody asks for it: that takes as long as the step of a small model."""
-
-    def __init__(self, tell: Callable[[], StepEvent]) -> None:
-        self._tell = tell
-
-    @cached_property
-    def event(self) -> StepEvent:
-        return self._tell()

@@ -95,29 +95,13 @@ class Tally:
 
     def traffic(self) -> Traffic:
         sizes = Counter(max(size, 1).bit_length() - 1 for size in self._sent)
-        counted = Traffic(
-            sum(self._sent),
-            sum(self._received),
-            len(self._sent),
-            len(self._received),
-            self.seconds,
-            sizes=dict(sizes),
-        )
-        return counted + self._more
+        counts = sum(self._sent), sum(self._received), len(self._sent), len(self._received)
+        return Traffic(*counts, self.seconds, sizes=dict(sizes)) + self._more
 
 
 def ring(size: int, world: int, seconds: float = 0.0) -> Traffic:
-    """The traffic of a ring all-reduce of `size` bytes."""
-    return modelled(*ring_moves(size, world), seconds)
-
-
-def ring_moves(size: int, world: int) -> tuple[int, int]:
-    """Bytes and messages that a rank sends in a ring all-reduce of `size` bytes."""
-    return 2 * size * (world - 1) // world, 2 * (world - 1)
-
-
-def modelled(moved: int, messages: int, seconds: float) -> Traffic:
-    """The traffic of a transport's collective: each rank sends and receives `moved` bytes in equal messages."""
+    """The traffic of a ring all-reduce of `size` bytes: each rank sends and receives equal messages."""
+    moved, messages = 2 * size * (world - 1) // world, 2 * (world - 1)
     sizes = {max(1, moved // messages).bit_length() - 1: messages} if messages else {}
     return Traffic(moved, moved, messages, messages, seconds, True, sizes)
 

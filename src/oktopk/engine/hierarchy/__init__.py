@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .local_group import LocalGroup, make_local_group
+from .local_group import LocalGroup
 
-__all__ = ["LocalGroup", "make_local_group"]
+__all__ = ["LocalGroup"]

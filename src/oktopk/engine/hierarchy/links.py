@@ -63,8 +63,10 @@ class LocalTransport(ABC):
 
     def __init__(self, links: LocalLinks) -> None:
         self.links = links
-        self.traffic: dict[Operation, Traffic] = {}
-        """What was moved by other means than messages."""
+
+    def pop_traffic(self) -> dict[Operation, Traffic]:
+        """What was moved by other means than messages since the last call."""
+        return {}
 
     @abstractmethod
     def sum_buffer(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:

@@ -144,11 +144,12 @@ class LocalGroup:
                 ) from error
 
     def _receive_entries(self, result: BucketResult, counts: Sequence[int]) -> None:
-        grad, transport = result.grad, self._connected()
-        types = [grad.dtype] if len(counts) == 1 else [torch.int64, grad.dtype]
         if not counts:
             return
-        found = transport.receive(result.state.bucket, list(zip(counts, types, strict=True)), self._leader)
+        grad = result.grad
+        types = [grad.dtype] if len(counts) == 1 else [torch.int64, grad.dtype]
+        shapes = list(zip(counts, types, strict=True))
+        found = self._connected().receive(result.state.bucket, shapes, self._leader)
         if len(found) == 1:
             grad.copy_(found[0])
         else:
@@ -168,20 +169,12 @@ class LocalGroup:
     def add_costs(self, events: Sequence[ReductionEvent]) -> list[ReductionEvent]:
         """The events; the first one now has what the step has cost inside the host."""
         first, *rest = events
-        words, moved = self._comm.pop_traffic(), {} if self._transport is None else self._transport.traffic
-        talking, busy = total(words).seconds, self._busy
+        words, moved = self._comm.pop_traffic(), self._connected().pop_traffic()
+        talking = total(words).seconds
+        seconds = first.seconds + Seconds(exchange=talking, other=max(0.0, self._busy - talking))
         self._busy = 0.0
-        if self._transport is not None:
-            self._transport.traffic = {}
-        return [
-            replace(
-                first,
-                seconds=first.seconds + Seconds(exchange=talking, other=max(0.0, busy - talking)),
-                wire=first.wire + Wire.of(words),
-                traffic=merge([first.traffic, words, moved]),
-            ),
-            *rest,
-        ]
+        wire, traffic = first.wire + Wire.of(words), merge([first.traffic, words, moved])
+        return [replace(first, seconds=seconds, wire=wire, traffic=traffic), *rest]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -204,8 +197,3 @@ def _entries(result: BucketResult) -> list[Tensor]:
 def _member_event(step: int, facts: dict[str, Any]) -> ReductionEvent:
     """A reduction as the leader tells of it; this rank has sent nothing itself."""
     return make_event(step, volume=Volume(**facts["volume"]), **{name: facts[name] for name in _FACTS})
-
-
-def make_local_group(comm: Metered, ranks: int) -> LocalGroup | None:
-    """The group of this rank's host; None if every rank exchanges for itself."""
-    return LocalGroup(comm, ranks) if ranks > 1 else None

@@ -6,8 +6,9 @@ import mmap
 import os
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,14 @@ class SharedMemoryTransport(LocalTransport):
         super().__init__(links)
         self._leader, *self._others = members
         self._segments: dict[Bucket, _Segment] = {}
+        self._moved: Counter[str] = Counter()
+        """Bytes by phase."""
 
     def sum_buffer(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         return self._mean(bucket, dtype)
 
     def send_sum(self, bucket: Bucket, total: Tensor, rank: int) -> None:
-        self._count(total.nbytes, MEAN)
+        self._moved[MEAN] += total.nbytes
         self.links.send_json("added", rank, MEAN)
 
     def recv_sum(self, bucket: Bucket, dtype: torch.dtype, rank: int, patience: float) -> Tensor:
@@ -60,7 +63,7 @@ class SharedMemoryTransport(LocalTransport):
             for part in parts:
                 room[start : start + part.nbytes].view(part.dtype).copy_(part)
                 start += part.nbytes
-            self._count(start, RESULT)
+            self._moved[RESULT] += start
         for rank in ranks:
             self.links.send_json(outcome, rank, RESULT)
 
@@ -72,9 +75,9 @@ class SharedMemoryTransport(LocalTransport):
             start = stop
         return parts
 
-    def _count(self, size: int, phase: str) -> None:
-        operation = Operation("shared_memory", phase)
-        self.traffic[operation] = self.traffic.get(operation, Traffic()) + Traffic(sent_bytes=size)
+    def pop_traffic(self) -> dict[Operation, Traffic]:
+        moved, self._moved = self._moved, Counter()
+        return {Operation("shared_memory", phase): Traffic(sent_bytes=size) for phase, size in moved.items()}
 
     def _mean(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """All ranks of the host come here for the first time in the same step."""
@@ -94,7 +97,14 @@ class SharedMemoryTransport(LocalTransport):
             shared = _open(self.links.recv_json(self._leader, _PHASE), size)
             self.links.send_json("opened", self._leader, _PHASE)
             return shared
-        with _create(size) as (path, shared):
+        with ExitStack() as stack:
+            try:
+                path, shared = stack.enter_context(_create(size))
+            except OSError as error:
+                raise CommError(
+                    f"ranks_per_host needs {size:,} bytes of shared memory in {_folder()}: {error}. Make it "
+                    "larger (docker run --shm-size), or use ranks_per_host=1"
+                ) from error
             for rank in self._others:
                 self.links.send_json(path, rank, _PHASE)
                 self.links.recv_json(rank, _PHASE)
@@ -104,45 +114,44 @@ class SharedMemoryTransport(LocalTransport):
 def find_problem(links: LocalLinks, members: Sequence[int]) -> str | None:
     """Why the ranks of a host cannot share memory, the same on all of them; None if they can."""
     leader, *others = members
+    path, found = None, None
     if links.comm.rank != leader:
-        path, problem = links.recv_json(leader, _PHASE), None
+        path = links.recv_json(leader, _PHASE)
         try:
             if path is not None:
                 _open(path, mmap.PAGESIZE)
         except OSError as error:
-            problem = f"rank {links.comm.rank} and rank {leader} have no memory in common: {error}"
-        links.send_json(problem, leader, _PHASE)
+            found = f"rank {links.comm.rank} and rank {leader} have no memory in common: {error}"
+        links.send_json(found, leader, _PHASE)
         verdict: str | None = links.recv_json(leader, _PHASE)
         return verdict
-    try:
-        with _create(mmap.PAGESIZE) as (path, _):
-            for rank in others:
-                links.send_json(path, rank, _PHASE)
-            problems = [links.recv_json(rank, _PHASE) for rank in others]
-    except (OSError, CommError) as error:
+    with ExitStack() as stack:
+        try:
+            path, _ = stack.enter_context(_create(mmap.PAGESIZE))
+        except OSError as error:
+            found = f"rank {leader} has none: {error}"
         for rank in others:
-            links.send_json(None, rank, _PHASE)
-        problems = [*(links.recv_json(rank, _PHASE) for rank in others), f"rank {leader} has none: {error}"]
-    found = next((problem for problem in problems if problem is not None), None)
+            links.send_json(path, rank, _PHASE)
+        problems = [links.recv_json(rank, _PHASE) for rank in others]
+    found = next(filter(None, problems), found)
     for rank in others:
         links.send_json(found, rank, _PHASE)
     return found
 
 
+def _folder() -> Path:
+    return _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
+
+
 @contextmanager
 def _create(size: int) -> Iterator[tuple[str, Tensor]]:
     """(path, new memory of so many bytes); within the block others can open it by that path."""
-    path = (_FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())) / f"oktopk-{uuid.uuid4().hex}"
+    path = _folder() / f"oktopk-{uuid.uuid4().hex}"
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(file, 0, size)  # a page that turns out to be missing would end the process
             memory = _map(file, size)
-        except OSError as error:
-            raise CommError(
-                f"ranks_per_host needs {size:,} bytes of shared memory in {path.parent}: {error}. Make it larger "
-                "(docker run --shm-size), or use ranks_per_host=1"
-            ) from error
         finally:
             os.close(file)
         yield str(path), memory

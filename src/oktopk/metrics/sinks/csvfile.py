@@ -8,14 +8,13 @@ import os
 from collections.abc import Iterable
 
 from ..events import StepEvent
-from .base import Sink
-from .files import LineFile
+from .files import FileSink, LineFile
 from .flat import REDUCTION_COLUMNS, STEP_COLUMNS, flat_reduction, flat_step
 
 COLUMNS = {"step": STEP_COLUMNS, "reduction": REDUCTION_COLUMNS}
 
 
-class CSVSink(Sink):
+class CSVSink(FileSink):
     """Writes one row per step or per reduction, with the columns of JSONLSink. An empty cell means null.
 
     Args:
@@ -43,10 +42,8 @@ class CSVSink(Sink):
     def __init__(self, path: str | os.PathLike[str], of: str = "step") -> None:
         if of not in COLUMNS:
             raise ValueError(f"of must be one of {', '.join(COLUMNS)}, got {of!r}")
-        super().__init__()
         self.of = of
-        self._file = LineFile(path, self._check)
-        self.path = self._file.path
+        super().__init__(path)
 
     def _check(self, file: LineFile) -> None:
         header = _text([COLUMNS[self.of]])
@@ -66,9 +63,6 @@ class CSVSink(Sink):
         rows = [flat_step(event)] if self.of == "step" else [*map(flat_reduction, event.reductions)]
         if rows:
             self._file.write(_text(row.values() for row in rows))
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 def _text(rows: Iterable[Iterable[object]]) -> str:

@@ -1,12 +1,15 @@
-"""Line files that a later run appends to."""
+"""Line files that a later run appends to, and the base class of sinks that write one."""
 
 from __future__ import annotations
 
 import logging
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+
+from .base import Sink
 
 log = logging.getLogger(__name__)
 
@@ -77,4 +80,19 @@ class LineFile:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
+        self._file.close()
+
+
+class FileSink(Sink):
+    """Appends events to a line file. A subclass implements _check(), as LineFile calls it, and _write()."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._file = LineFile(path, self._check)
+        self.path = self._file.path
+
+    @abstractmethod
+    def _check(self, file: LineFile) -> None: ...
+
+    def _close(self) -> None:
         self._file.close()

@@ -16,38 +16,23 @@ Row = dict[str, Value]
 
 def flat_step(event: StepEvent) -> Row:
     """The row of a step."""
-    row: Row = finite(
+    return _row(
+        event, "step", {"buckets": len(event.reductions)},
         {
-            "event": "step",
-            "step": event.step,
-            "phase": event.phase,
-            "buckets": len(event.reductions),
-            **_shared(event),
             "handed_over_seconds": event.handed_over,
             "exposed_seconds": event.exposed,
             "hidden_share": event.hidden_share,
             "culprits": "; ".join(event.culprits),
-        }
-    )
-    return row
+        },
+    )  # fmt: skip
 
 
 def flat_reduction(event: ReductionEvent) -> Row:
     """The row of one reduction."""
-    row: Row = finite(
-        {
-            "event": "reduction",
-            "step": event.step,
-            "phase": event.phase,
-            "bucket": event.bucket,
-            "algorithm": event.algorithm,
-            **_shared(event),
-            "threshold": event.threshold,
-            "global_threshold": event.global_threshold,
-            "exact": event.exact,
-        }
-    )
-    return row
+    return _row(
+        event, "reduction", {"bucket": event.bucket, "algorithm": event.algorithm},
+        {"threshold": event.threshold, "global_threshold": event.global_threshold, "exact": event.exact},
+    )  # fmt: skip
 
 
 def flat_traffic(event: StepEvent) -> list[dict[str, Any]]:
@@ -58,10 +43,14 @@ def flat_traffic(event: StepEvent) -> list[dict[str, Any]]:
     ]
 
 
-def _shared(event: StepEvent | ReductionEvent) -> Row:
-    """The columns that steps and reductions have in common."""
+def _row(event: StepEvent | ReductionEvent, kind: str, identity: Row, rest: Row) -> Row:
+    """What steps and reductions have in common, with the columns that only one kind has before and after."""
     volume, seconds = event.volume, event.seconds
-    return {
+    row: Row = {
+        "event": kind,
+        "step": event.step,
+        "phase": event.phase,
+        **identity,
         "size_entries": volume.size,
         "count": volume.count,
         "target_count": event.target_count,
@@ -81,7 +70,9 @@ def _shared(event: StepEvent | ReductionEvent) -> Row:
         "skipped": event.skipped,
         "start_seconds": event.start,
         "stop_seconds": event.stop,
+        **rest,
     }
+    return {name: finite(value) for name, value in row.items()}
 
 
 def finite(value: Any) -> Any:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from ..events import StepEvent
-from .base import Sink
-from .files import LineFile
+from .files import FileSink, LineFile
 from .flat import flat_reduction, flat_step, flat_traffic
 
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
@@ -24,7 +22,7 @@ def parses(line: bytes) -> bool:
     return True
 
 
-class JSONLSink(Sink):
+class JSONLSink(FileSink):
     """Writes one line per reduction, then the line of their step with the traffic by operation.
 
     If a step's line is in the file, the lines of its reductions are too. A run that resumes from a checkpoint
@@ -50,10 +48,9 @@ class JSONLSink(Sink):
         [('reduction', 0, 200), ('step', 0, 200)]
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
-        self._file = LineFile(path, _check)
-        self.path = self._file.path
+    def _check(self, file: LineFile) -> None:
+        mark = b'{"event":'
+        file.finish_last_line(whole=parses, ours=lambda line: line.startswith(mark) or mark.startswith(line))
 
     def _write(self, event: StepEvent) -> None:
         rows = [*map(flat_reduction, event.reductions), flat_step(event) | {"traffic": flat_traffic(event)}]
@@ -63,11 +60,3 @@ class JSONLSink(Sink):
         """Write a line of another kind, such as the figures of a validation."""
         with self._lock:
             self._file.write(encode({"event": event, "step": step, **row}) + "\n")
-
-    def _close(self) -> None:
-        self._file.close()
-
-
-def _check(file: LineFile) -> None:
-    mark = b'{"event":'
-    file.finish_last_line(whole=parses, ours=lambda line: line.startswith(mark) or mark.startswith(line))

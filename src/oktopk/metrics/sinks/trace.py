@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..events import ReductionEvent, StepEvent
-from .base import Sink
-from .files import LineFile
+from .files import FileSink, LineFile
 from .flat import Row, flat_reduction, flat_step
 from .jsonl import encode, parses
 
@@ -34,7 +33,7 @@ DETAILS = (
 """The columns that a viewer shows for a selected slice."""
 
 
-class TraceSink(Sink):
+class TraceSink(FileSink):
     """Writes a timeline for ui.perfetto.dev and chrome://tracing.
 
     Each rank is a process with a track for the steps and the exposed part of each, a track for the worker with
@@ -64,12 +63,10 @@ class TraceSink(Sink):
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int = 0) -> None:
-        super().__init__()
         self.rank = rank
         self._anchor = _wall_clock_anchor()
         self._workers = 0
-        self._file = LineFile(path, self._check)
-        self.path = self._file.path
+        super().__init__(path)
 
     def _check(self, file: LineFile) -> None:
         if file.size and file.first_line() != START:
@@ -95,7 +92,7 @@ class TraceSink(Sink):
         try:
             self._file.write(END.decode())
         finally:
-            self._file.close()
+            super()._close()
 
     def _step(self, event: StepEvent) -> Iterator[dict[str, Any]]:
         name = f"step {event.step} ({event.phase})"

@@ -54,9 +54,8 @@ class RankReducer:
 
     def reduce(self, step: int, stopwatch: Stopwatch | None = None) -> Reduction:
         channel = SparseCommunicator(self.comm, self.size, step=step, stopwatch=stopwatch)
-        reduction, _ = reduce_step(
-            self.algorithm, channel, Accumulator(self.gradient, self.residual), self.k, self.state
-        )
+        acc = Accumulator([self.gradient], [] if self.residual is None else [self.residual])
+        reduction, _ = reduce_step(self.algorithm, channel, acc, self.k, self.state)
         self.state = reduction.state
         return reduction
 
