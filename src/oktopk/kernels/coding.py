@@ -97,11 +97,8 @@ def _cell(width: int) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(f"<u{width}"), (1 << 8 * width) - 1, 4 // width
 
 
-def delta_encode(indices: Array, base: int, width: int, out: Array) -> int:
-    """Encode gaps as cells of `width` bytes. A larger gap is the escape value followed by four bytes.
-
-    Returns the number of bytes written to out (uint8).
-    """
+def delta_encode(indices: Array, base: int, width: int, out: Array) -> None:
+    """Encode gaps as cells of `width` bytes. A larger gap is the escape value followed by four bytes."""
     dtype, escape, extra = _cell(width)
     g = gaps(indices, base)
     long = g >= escape
@@ -112,9 +109,7 @@ def delta_encode(indices: Array, base: int, width: int, out: Array) -> int:
     tail = g[long].astype("<u4").view(dtype).reshape(-1, extra)
     for j in range(extra):
         cells[start[long] + 1 + j] = tail[:, j]
-    data = cells.view(np.uint8)
-    out[: data.size] = data
-    return int(data.size)
+    out[:] = cells.view(np.uint8)
 
 
 def delta_decode(stream: Array, count: int, width: int, base: int, span: int, out: Array) -> bool:
@@ -140,7 +135,7 @@ def delta_decode(stream: Array, count: int, width: int, base: int, span: int, ou
     return at == cells.size
 
 
-def elias_fano_encode(indices: Array, base: int, span: int, low: int, out: Array) -> int:
+def elias_fano_encode(indices: Array, base: int, span: int, low: int, out: Array) -> None:
     """Pack the low bits, and encode the high parts in unary: entry j sets bit (offset >> low) + j."""
     offsets = (indices.astype(np.int64) - base).astype(np.uint64)
     count = offsets.size
@@ -151,9 +146,7 @@ def elias_fano_encode(indices: Array, base: int, span: int, low: int, out: Array
         bits[: count * low] = ((offsets[:, None] >> shifts) & np.uint64(1)).astype(np.uint8).ravel()
     high = (offsets >> np.uint64(low)).astype(np.int64) + np.arange(count)
     bits[low_words * 64 + high] = 1
-    data = np.packbits(bits, bitorder="little")
-    out[: data.size] = data
-    return int(data.size)
+    out[:] = np.packbits(bits, bitorder="little")
 
 
 def elias_fano_decode(stream: Array, count: int, low: int, base: int, span: int, out: Array) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -122,19 +123,16 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
 
     Returns the union of the indices, increasing, and the sums.
     """
-    region = touched = dtype = None
-    for indices, values in parts:
-        if region is None or touched is None:
-            region = torch.zeros(span, dtype=torch.float32, device=values.device)
-            touched = torch.zeros(span, dtype=torch.bool, device=values.device)
-            dtype = indices.dtype
+    rest = iter(parts)
+    first = next(rest)
+    region = torch.zeros(span, dtype=torch.float32, device=first[1].device)
+    touched = torch.zeros(span, dtype=torch.bool, device=region.device)
+    for indices, values in chain([first], rest):
         index = indices.long() - base
         region[index] += values
         touched[index] = True
-    if region is None or touched is None:
-        raise ValueError("union_sum needs at least one part")
     union = _nonzero(touched)
-    return (union + base).to(dtype), region[union]
+    return (union + base).to(first[0].dtype), region[union]
 
 
 def common(indices: Tensor, values: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,19 +35,18 @@ class ValueCode(IntEnum):
 
 def write_values(values: Array, code: int, out: Array, decoded: Array) -> float:
     """Encode the values; `decoded` gets what receivers will decode. Returns the scale."""
+    scale = 1.0
     if code == ValueCode.FP32:
         out.view(np.float32)[:] = values
-        decoded[:] = values
-        return 1.0
-    if code == ValueCode.BF16:
-        bf16_encode(values, out.view(np.uint16), decoded)
-        return 1.0
-    if code == ValueCode.FP16:
+    elif code == ValueCode.BF16:
+        bf16_encode(values, out.view(np.uint16))
+    elif code == ValueCode.FP16:
         scale = fp16_scale(values)
-        fp16_encode(values, scale, out.view(np.uint16), decoded)
-        return scale
-    scale = e4m3_scale(values)
-    e4m3_encode(values, scale, out, decoded)
+        fp16_encode(values, scale, out.view(np.uint16))
+    else:
+        scale = e4m3_scale(values)
+        e4m3_encode(values, scale, out)
+    read_values(out, code, scale, decoded)
     return scale
 
 
@@ -68,12 +67,11 @@ def fp16_scale(values: Array) -> float:
     return float(2.0 ** min(113, max(-126, int(np.frexp(largest)[1]) - 15)))
 
 
-def fp16_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
-    """Encode values / scale as fp16 bits; `decoded` gets what receivers will decode."""
+def fp16_encode(values: Array, scale: float, out: Array) -> None:
+    """Encode values / scale as fp16 bits."""
     with np.errstate(all="ignore"):
         halves = (values * np.float32(1.0 / scale)).astype(np.float16).view(np.uint16)
     out[:] = np.minimum(halves & 0x7FFF, 0x77FF) | (halves & 0x8000)
-    fp16_decode(out, scale, decoded)
 
 
 def fp16_decode(stream: Array, scale: float, out: Array) -> None:
@@ -99,14 +97,13 @@ def e4m3_scale(values: Array) -> float:
     return float(np.fmin(np.fmax(largest / np.float32(E4M3_LARGEST), smallest_scale), largest_scale))
 
 
-def e4m3_encode(values: Array, scale: float, out: Array, decoded: Array) -> None:
+def e4m3_encode(values: Array, scale: float, out: Array) -> None:
     """Round values / scale, which is below 2, to four significant bits; below 2^-14 to multiples of 2^-17."""
     with np.errstate(all="ignore"):
         magnitudes = np.abs(values) * (np.float32(1) / np.float32(scale))
         exponents = np.frexp(np.maximum(magnitudes, np.float32(2.0**-14)))[1]
         codes = np.rint(np.ldexp(magnitudes, 4 - exponents)) + 8 * (exponents + 13)
     out[:] = np.fmin(codes, 0x7F).astype(np.uint8) | (np.signbit(values).astype(np.uint8) << 7)
-    e4m3_decode(out, scale, decoded)
 
 
 def e4m3_decode(stream: Array, scale: float, out: Array) -> None:
@@ -116,13 +113,12 @@ def e4m3_decode(stream: Array, scale: float, out: Array) -> None:
     out[stream >= 0x80] *= -1
 
 
-def bf16_encode(values: Array, out: Array, decoded: Array) -> None:
+def bf16_encode(values: Array, out: Array) -> None:
     """Keep the upper halves of the floats, rounded to nearest even. The largest round down, never to infinity."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     overflow = (rounded & np.uint32(0x7FFF)) >= 0x7F80
     out[:] = rounded - overflow
-    bf16_decode(out, decoded)
 
 
 def bf16_decode(stream: Array, out: Array) -> None:

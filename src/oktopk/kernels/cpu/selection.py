@@ -80,7 +80,10 @@ def in_slices(n: int, run: Callable[[int, int], Any]) -> list[Any]:
     return [run(0, edges[1])] + [future.result() for future in futures]
 
 
-def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: float, capacity: int) -> Picked:
+def select(
+    x: Tensor, threshold: float, capacity: int, grad: Tensor | None = None, keep_old: bool = False
+) -> Picked:
+    """As the reference; `grad`, if given, is added to x in the same pass."""
     dtype = index_dtype(x.numel())
     low, higher = threshold_pair(threshold)
 
@@ -103,11 +106,7 @@ def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: fl
     return Picked(torch.from_numpy(indices), torch.from_numpy(values), count, above, finite)
 
 
-def select(x: Tensor, threshold: float, capacity: int) -> Picked:
-    return _run_selection(x, None, False, threshold, capacity)
-
-
 def accumulate_select(
     residual: Tensor, grad: Tensor, threshold: float, capacity: int, keep_old: bool = False
 ) -> Picked:
-    return _run_selection(residual, grad, keep_old, threshold, capacity)
+    return select(residual, threshold, capacity, grad, keep_old)

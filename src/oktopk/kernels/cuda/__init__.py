@@ -70,7 +70,10 @@ def _compact(
 # --- selection -----------------------------------------------------------------------------------------------
 
 
-def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: float, capacity: int) -> Picked:
+def select(
+    x: Tensor, threshold: float, capacity: int, grad: Tensor | None = None, keep_old: bool = False
+) -> Picked:
+    """As the reference; `grad`, if given, is added to x in the same pass."""
     low, higher = map(float, threshold_pair(threshold))
     room = min(capacity, x.numel())
     indices = torch.empty(room, dtype=index_dtype(x.numel()), device=x.device)
@@ -85,14 +88,10 @@ def _run_selection(x: Tensor, grad: Tensor | None, keep_old: bool, threshold: fl
     return Picked(indices[:count], values[:count], count, above, bad == 0)
 
 
-def select(x: Tensor, threshold: float, capacity: int) -> Picked:
-    return _run_selection(x, None, False, threshold, capacity)
-
-
 def accumulate_select(
     residual: Tensor, grad: Tensor, threshold: float, capacity: int, keep_old: bool = False
 ) -> Picked:
-    return _run_selection(residual, grad, keep_old, threshold, capacity)
+    return select(residual, threshold, capacity, grad, keep_old)
 
 
 def magnitude_histogram(x: Tensor, first: int, bins: int) -> list[int]:
