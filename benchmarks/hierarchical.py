@@ -22,7 +22,7 @@ from common import arguments, write_json
 from torch import Tensor
 
 from oktopk.comm import GroupCommunicator, Metered, pack, packed_bytes, unpack
-from oktopk.engine.hierarchy import LocalGroup
+from oktopk.engine.hierarchy.local_group import LocalGroup
 from oktopk.errors import OkTopkError
 from oktopk.feedback.buckets import Bucket
 from oktopk.tools.bench.launch import measure, run_on_loopback

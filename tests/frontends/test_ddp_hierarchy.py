@@ -16,7 +16,8 @@ from torch import Tensor
 
 import oktopk
 from oktopk import CommError
-from oktopk.engine.hierarchy import LocalGroup, local_group, shared_memory
+from oktopk.engine.hierarchy import local_group, shared_memory
+from oktopk.engine.hierarchy.local_group import LocalGroup
 from tests.support import worlds
 from tests.support.training import (
     DDP,

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from ..metrics.events import DENSE, SPARSE, ReductionEvent, Volume
 from ..wire.message import VALUE_CODES
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite
-from .bucket_state import BucketGroup, BucketResult, BucketState, SentEntries
+from .bucket_state import BucketGroup, BucketResult, BucketState, Handed, SentEntries
 from .nonfinite import NonFiniteReport
 from .recorder import ReductionRecorder
 from .settings import Settings
@@ -37,23 +36,13 @@ _NORM_EVERY = 16
 """The norm of a residual is another pass over memory: large ones are measured every so many steps only."""
 
 
-class Handed(NamedTuple):
-    """A bucket that was handed in, and waits to be reduced with its group."""
-
-    state: BucketState
-    grad: Tensor
-    scale: float | None
-
-
 @dataclass
 class _Member:
     """A bucket while its group is reduced."""
 
-    state: BucketState
-    grad: Tensor
+    handed: Handed
     work: Tensor
     residual: Tensor
-    scale: float | None
     velocity: Tensor | None = None
     kept: Tensor = field(default_factory=lambda: torch.empty(0))
     """What the residual had where entries are always dense."""
@@ -115,14 +104,13 @@ class BucketReducer:
             threshold=reduction.threshold,
             global_threshold=reduction.global_threshold,
             exact=reduction.exact,
-            residual_norm=math.hypot(*(self.residual_norm(m.state, m.residual, step) for m in members)),
+            residual_norm=math.hypot(*(self.residual_norm(m.handed.state, m.residual, step) for m in members)),
         )  # fmt: skip
         return results, event
 
     def _member(self, handed: Handed) -> _Member:
         work = _unscale(handed.grad, handed.scale)
-        residual = self.residuals.flat(handed.state.bucket, work.device)
-        return _Member(handed.state, handed.grad, work, residual, handed.scale)
+        return _Member(handed, work, self.residuals.flat(handed.state.bucket, work.device))
 
     @contextmanager
     def _prepared(self, members: Sequence[_Member]) -> Iterator[None]:
@@ -130,8 +118,9 @@ class BucketReducer:
         with ExitStack() as stack:
             try:
                 for member in members:
-                    idle = stack.enter_context(self.set_aside(member.state.bucket, member.work, member.residual))
-                    member.velocity = self.velocities.advance(member.state.bucket, member.work, idle)
+                    bucket = member.handed.state.bucket
+                    idle = stack.enter_context(self.set_aside(bucket, member.work, member.residual))
+                    member.velocity = self.velocities.advance(bucket, member.work, idle)
                     self._average_always_dense(member)
                 yield
             except BaseException:
@@ -139,20 +128,17 @@ class BucketReducer:
                 raise
 
     def _result(self, member: _Member, place: int, acc: Accumulator, reduction: Reduction) -> BucketResult:
-        state, masked = member.state, None
+        state, masked, nonzeros = member.handed.state, None, None
         if reduction.skipped:
-            return BucketResult(state, member.grad, member.work, member.scale)
+            return BucketResult(member.handed, member.work)
         sent = SentEntries(acc, place, reduction.leaving)
         if state.always_dense.numel():
             member.work[state.always_dense] = member.mean
         if member.velocity is not None:
             masked = self.velocities.commit(state.bucket, member.velocity, sent.vectors())
-        nonzeros = None
         if self.settings.ranks_per_host > 1 and reduction.mean is None:
             nonzeros = [state.always_dense, *(acc.split_by_piece(part)[place].indices for part in reduction.parts)]
-        return BucketResult(
-            state, member.grad, member.work, member.scale, sent, state.always_dense, masked, nonzeros=nonzeros
-        )
+        return BucketResult(member.handed, member.work, sent, state.always_dense, masked, nonzeros=nonzeros)
 
     def untouched(self, handed: Handed, dense: bool, step: int) -> tuple[list[BucketResult], ReductionEvent]:
         """A bucket that comes after the one that lost the step: nothing is sent and nothing changes."""
@@ -161,7 +147,7 @@ class BucketReducer:
         name = "dense" if dense else self.settings.algorithm.name
         volume = Volume.of(state.bucket.size, None if dense else 0)
         event = recorder.close(phase, name, volume, residual_norm=state.residual_norm)
-        return [BucketResult(state, handed.grad, handed.grad, handed.scale)], event
+        return [BucketResult(handed, handed.grad)], event
 
     @contextmanager
     def set_aside(self, bucket: Bucket, grad: Tensor, residual: Tensor | None) -> Iterator[list[slice]]:
@@ -188,7 +174,7 @@ class BucketReducer:
 
         A mean that is not finite is so on all ranks: it stays in `work`, where each of them will find it.
         """
-        entries, work, residual = member.state.always_dense, member.work, member.residual
+        entries, work, residual = member.handed.state.always_dense, member.work, member.residual
         if not entries.numel():
             return
         kept = member.kept = residual[entries]
@@ -202,38 +188,38 @@ class BucketReducer:
 
     def commit(self, result: BucketResult) -> None:
         """Put the result into the caller's memory."""
-        work, grad = result.work, result.grad
+        work, (state, grad, scale) = result.work, result.handed
         if result.emptied:
-            self.residuals.drop(result.state.bucket)
+            self.residuals.drop(state.bucket)
         if work is grad:
             return
-        if result.scale is not None:
-            work.mul_(result.scale)
+        if scale is not None:
+            work.mul_(scale)
         if grad.dtype.itemsize >= work.dtype.itemsize:
             grad.copy_(work)
             return
         grad.copy_(narrow(work, grad.dtype))
-        residual = self.residuals.get(result.state.bucket, work.device)
+        residual = self.residuals.get(state.bucket, work.device)
         if residual is not None and self.meter.rank == 0:  # what the type cannot hold stays with rank 0
-            residual.add_((work - grad).div_(result.scale or 1.0), alpha=self.meter.world)
+            residual.add_((work - grad).div_(scale or 1.0), alpha=self.meter.world)
 
     def rollback(self, result: BucketResult, overwritten: bool = False) -> None:
         """As if the bucket had sent nothing: its gradient stays in the residual, and the result is empty.
 
         If its memory is `overwritten`, entries that were averaged densely are lost, and it is left as it is.
         """
-        bucket, entries = result.state.bucket, None if overwritten else result.dense_entries
+        (state, grad, scale), entries = result.handed, None if overwritten else result.dense_entries
         if result.sent is not None or entries is not None:
-            residual = self.residuals.flat(bucket, result.work.device)
+            residual = self.residuals.flat(state.bucket, result.work.device)
             for part in result.sent.vectors() if result.sent is not None else ():
                 backend(residual).scatter_add_(residual, part.indices, part.values)
             if entries is not None:  # each rank takes its share of the sum, so that no mass is lost
                 residual[entries] += result.work[entries].float()
         if result.masked is not None:
             masked, values = result.masked
-            self.velocities.flat(bucket)[masked] = values
+            self.velocities.flat(state.bucket)[masked] = values
         if not overwritten:
-            _clear(result.grad, result.scale)
+            _clear(grad, scale)
 
     def keep(self, handed: Handed) -> None:
         """Keep the gradient of a bucket that was not reduced in the residual, if it is finite."""
@@ -278,7 +264,7 @@ def _restore(members: Sequence[_Member]) -> None:
     """Give residuals back what they had of the entries that are always dense."""
     for member in members:
         if member.kept.numel():
-            member.residual[member.state.always_dense] = member.kept
+            member.residual[member.handed.state.always_dense] = member.kept
 
 
 def _unscale(grad: Tensor, scale: float | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -52,6 +52,14 @@ class BucketGroup:
         self.compressible = sum(state.compressible for state in self.members)
 
 
+class Handed(NamedTuple):
+    """A bucket that was handed in. Its memory gets the result; a GradScaler may have scaled the gradient."""
+
+    state: BucketState
+    grad: Tensor
+    scale: float | None
+
+
 @dataclass(frozen=True)
 class SentEntries:
     """The entries that have left the residual of one bucket of a group."""
@@ -68,12 +76,9 @@ class SentEntries:
 class BucketResult:
     """A bucket that has been reduced in this step, with what is needed to commit or to roll back."""
 
-    state: BucketState
-    grad: Tensor
-    """The caller's memory, where the result goes."""
+    handed: Handed
     work: Tensor
-    """The result; float32, or the same memory."""
-    scale: float | None
+    """The result; float32, or the caller's memory."""
     sent: SentEntries | None = None
     dense_entries: Tensor | slice | None = None
     """Entries that were averaged densely; their mean is in `work`."""

@@ -25,7 +25,7 @@ from ..kernels import backend
 from ..metrics.events import DENSE, ReductionEvent, Volume
 from ..wire.sparse_vector import all_finite
 from .bucket_reducer import BucketReducer
-from .bucket_state import BucketResult, BucketState
+from .bucket_state import BucketResult, BucketState, Handed
 from .nonfinite import NonFiniteReport
 from .recorder import ReductionRecorder
 
@@ -36,9 +36,7 @@ _LARGEST = (1 - 2**-10) * torch.finfo(torch.float32).max
 class _Prepared(NamedTuple):
     """A bucket that is ready to be summed."""
 
-    state: BucketState
-    grad: Tensor
-    scale: float | None
+    handed: Handed
     acc: Accumulator
     mean: Tensor
     """What is summed: the memory of the gradient itself if nothing is added to it."""
@@ -73,9 +71,9 @@ class DenseAllReduce:
         self._dropping = False
         """Whether a sum of this step was not finite."""
 
-    def begin(self, state: BucketState, grad: Tensor, scale: float | None) -> None:
+    def begin(self, handed: Handed) -> None:
         """Begin to average a bucket. Its memory must be left alone until finish()."""
-        bucket = self._prepare(state, grad, scale)
+        bucket = self._prepare(handed)
         try:
             pending = self._reducer.meter.begin_all_reduce(bucket.mean, "dense")
         except BaseException:
@@ -83,9 +81,10 @@ class DenseAllReduce:
             raise
         self.under_way.append((bucket, pending, time.perf_counter()))
 
-    def _prepare(self, state: BucketState, grad: Tensor, scale: float | None) -> _Prepared:
+    def _prepare(self, handed: Handed) -> _Prepared:
         """What is to be summed: the gradient and its residual, divided by the number of ranks."""
         begun, reducer, idle, velocity = time.perf_counter(), self._reducer, [], None
+        state, grad, scale = handed
         work, residual = reducer.dense_work(state.bucket, grad, scale)
         acc = Accumulator([work], [] if residual is None else [residual])
         mean, aside = work, ExitStack()
@@ -99,7 +98,7 @@ class DenseAllReduce:
             with aside:
                 acc.rollback()
             raise
-        return _Prepared(state, grad, scale, acc, mean, velocity, nonfinite, bool(idle), aside, begun)
+        return _Prepared(handed, acc, mean, velocity, nonfinite, bool(idle), aside, begun)
 
     def finish_next(self, report: NonFiniteReport, step: int) -> tuple[list[BucketResult], ReductionEvent]:
         """Wait for the next sum that is under way. Sums behind one that is not finite do not count."""
@@ -113,34 +112,33 @@ class DenseAllReduce:
                 if bucket.nonfinite is not None:
                     report.add(bucket.nonfinite)
                 else:
-                    report.add_sum(bucket.state, bucket.mean)
+                    report.add_sum(bucket.handed.state, bucket.mean)
             if self._dropping:
                 bucket.acc.rollback()
             else:
                 bucket.acc.write_dense_mean(bucket.mean)
-                self._reducer.velocities.commit(bucket.state.bucket, bucket.velocity, ())
+                self._reducer.velocities.commit(bucket.handed.state.bucket, bucket.velocity, ())
         result = self._result(bucket, self._dropping)
         self._dropping = self._dropping and bool(self.under_way)
         return [result], self._record(bucket, posted, done, step)
 
     def _result(self, bucket: _Prepared, lost: bool) -> BucketResult:
         # Only float32 is summed alike with a residual and without one, so that ranks need not agree on `emptied`.
-        float32 = bucket.grad.dtype == torch.float32
+        float32 = bucket.handed.grad.dtype == torch.float32
         emptied = bool(bucket.acc.residuals) and float32 and not (lost or bucket.idle)
         entries = None if lost else slice(None)
-        return BucketResult(
-            bucket.state, bucket.grad, bucket.acc.works[0], bucket.scale, dense_entries=entries, emptied=emptied
-        )
+        return BucketResult(bucket.handed, bucket.acc.works[0], dense_entries=entries, emptied=emptied)
 
     def _record(self, bucket: _Prepared, posted: float, done: float, step: int) -> ReductionEvent:
-        reducer, state, size = self._reducer, bucket.state, bucket.state.bucket.size
+        reducer, (state, grad, _) = self._reducer, bucket.handed
+        size = state.bucket.size
         posted = min(max(posted, self._free), done)
         recorder = ReductionRecorder(reducer.meter, step, state.index, size, max(bucket.begun, self._free))
         recorder.add_exchange(posted, done)
         reducer.blocked = done - posted
         norm = reducer.residual_norm(state, next(iter(bucket.acc.residuals), None), step)
         event = recorder.close(
-            DENSE, "dense", Volume(size, size, bucket.grad.nbytes), local_count=size, residual_norm=norm
+            DENSE, "dense", Volume(size, size, grad.nbytes), local_count=size, residual_norm=norm
         )
         self._free = event.stop
         return event

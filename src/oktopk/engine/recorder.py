@@ -41,9 +41,10 @@ class ReductionRecorder:
         named["exchange"] -= waited
         traffic = self._meter.pop_traffic()
         return make_event(
-            self._step, self._bucket, phase, algorithm, volume, **({"target_count": self._size} | facts),
+            step=self._step, bucket=self._bucket, phase=phase, algorithm=algorithm, volume=volume,
             wire=Wire.of(traffic), seconds=Seconds(**named, wait=waited, other=other), slowest_rank=slowest,
             start=self._start, stop=stop, spans=tuple(self.watch.spans), traffic=traffic,
+            **({"target_count": self._size} | facts),
         )  # fmt: skip
 
     def add_exchange(self, start: float, stop: float) -> None:

@@ -13,10 +13,10 @@ from ..comm import Communicator, Metered, agree
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
 from .autotune import Autotune
-from .bucket_reducer import BucketReducer, Handed
-from .bucket_state import BucketGroup, BucketResult, BucketState
+from .bucket_reducer import BucketReducer
+from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
 from .dense_allreduce import DenseAllReduce
-from .hierarchy import LocalGroup
+from .hierarchy.local_group import LocalGroup
 from .nonfinite import NonFiniteReport, report_skipped
 from .settings import Settings
 
@@ -87,11 +87,11 @@ class StepReducer:
             self.local.reduce(bucket, grad)
         dense = self.density is None or handed.state.compressible == 0
         if not self.exchanges:  # the leader does the rest
-            self._results.append(BucketResult(handed.state, grad, grad, scale))
+            self._results.append(BucketResult(handed, grad))
         elif self._report.names is not None:
             self._add(*self.reducer.untouched(handed, dense, self.step))
         elif dense:
-            self._dense.begin(*handed)
+            self._dense.begin(handed)
         else:
             self._fuse(handed)
 
@@ -164,7 +164,7 @@ class StepReducer:
 
     def _tune(self, skipped: bool, start: float) -> None:
         """Record the time of the step; at the end of a trial all ranks that exchange decide together."""
-        compressible = any(result.state.compressible for result in self._results)
+        compressible = any(result.handed.state.compressible for result in self._results)
         if not skipped and compressible:
             self.autotune.record(self.step, self.density is None, time.perf_counter() - start)
         if self.exchanges and self.autotune.decides_after(self.step):

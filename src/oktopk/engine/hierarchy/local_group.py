@@ -114,7 +114,8 @@ class LocalGroup:
     ) -> None:  # fmt: skip
         """As the leader: send members the results, unless the step is skipped, and what they need to know."""
         with self._timed():
-            results = sorted(results, key=lambda result: result.state.index)  # members have them in this order
+            # Members have them in this order.
+            results = sorted(results, key=lambda result: result.handed.state.index)
             parts = [[] if culprits is not None else _entries(result) for result in results]
             facts = [
                 {"volume": asdict(event.volume), **{name: getattr(event, name) for name in _FACTS}}
@@ -124,7 +125,7 @@ class LocalGroup:
                 "culprits": culprits, "reductions": facts, "autotune": autotune.decision(),
                 "results": [[part.numel() for part in tensors] for tensors in parts],
             }  # fmt: skip
-            entries = [(result.state.bucket, part) for result, part in zip(results, parts, strict=True)]
+            entries = [(result.handed.state.bucket, part) for result, part in zip(results, parts, strict=True)]
             self._connected().publish(outcome, entries, self._members[1:])
 
     def receive(
@@ -146,10 +147,10 @@ class LocalGroup:
     def _receive_entries(self, result: BucketResult, counts: Sequence[int]) -> None:
         if not counts:
             return
-        grad = result.grad
+        state, grad, _ = result.handed
         types = [grad.dtype] if len(counts) == 1 else [torch.int64, grad.dtype]
         shapes = list(zip(counts, types, strict=True))
-        found = self._connected().receive(result.state.bucket, shapes, self._leader)
+        found = self._connected().receive(state.bucket, shapes, self._leader)
         if len(found) == 1:
             grad.copy_(found[0])
         else:
@@ -185,7 +186,7 @@ class LocalGroup:
 
 def _entries(result: BucketResult) -> list[Tensor]:
     """A result as (indices, values) where that is smaller, otherwise as it is."""
-    grad = result.grad
+    grad = result.handed.grad
     if result.nonzeros is not None:
         count = sum(part.numel() for part in result.nonzeros)
         if (8 + grad.itemsize) * count <= grad.nbytes:
@@ -196,4 +197,4 @@ def _entries(result: BucketResult) -> list[Tensor]:
 
 def _member_event(step: int, facts: dict[str, Any]) -> ReductionEvent:
     """A reduction as the leader tells of it; this rank has sent nothing itself."""
-    return make_event(step, volume=Volume(**facts["volume"]), **{name: facts[name] for name in _FACTS})
+    return make_event(step=step, volume=Volume(**facts["volume"]), **{name: facts[name] for name in _FACTS})
