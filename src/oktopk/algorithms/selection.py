@@ -144,9 +144,8 @@ class TrackedSelection:
         due = tracker is None or tracker.age + 1 >= self.exact_every or k == acc.size
         low = math.inf if tracker is None else max(SMALLEST, tracker.threshold_for(MARGIN * k))
         picked = acc.select(low, ROOM * k)
-        if (
-            ROOM * k < picked.count <= MORE * k
-        ):  # gradients grew: a second pass is still cheaper than an exact search
+        # If gradients grew, a second pass is still cheaper than an exact search.
+        if ROOM * k < picked.count <= MORE * k:
             picked = acc.select(low, picked.count)
         tracker = (tracker or Tracker(low, 0)).with_slope(picked.count, picked.above)
         if picked.finite and picked.complete and not due:

@@ -25,26 +25,25 @@ def default_communicator(timeout: float = TIMEOUTS.operation) -> Communicator:
 
     A process that was started as one of several is not alone: then it is an error.
     """
-    if dist.is_available() and dist.is_initialized():
-        return GroupCommunicator(timeout=timeout)
-    return _alone()
+    return GroupCommunicator(timeout=timeout) if _distributed() else alone()
 
 
 def exclusive_communicator(timeout: float = TIMEOUTS.operation) -> Communicator:
     """The same ranks over separate connections, for a thread that communicates beside others."""
+    return GroupCommunicator.exclusive(timeout=timeout) if _distributed() else alone()
+
+
+def _distributed() -> bool:
+    """Whether torch.distributed is initialised. Raises in one of several processes that have not done it."""
     if dist.is_available() and dist.is_initialized():
-        return GroupCommunicator.exclusive(timeout=timeout)
-    return _alone()
-
-
-def _alone() -> Communicator:
+        return True
     for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(name, "1") != "1":
             raise CommError(
                 f"{name} is {os.environ[name]}, but torch.distributed is not initialised: call "
                 "init_process_group first, or pass comm=oktopk.MPICommunicator() under mpiexec"
             )
-    return alone()
+    return False
 
 
 __all__ = [

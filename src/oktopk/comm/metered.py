@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class Metered(Wrapped):
         super().__init__(inner.rank, inner.world, inner.timeout)
         self.inner, self.numbers = inner, inner.numbers
         self.stopwatch: Stopwatch | None = None
-        self._tallies: dict[Operation, Tally] = {}
+        self._tallies: defaultdict[Operation, Tally] = defaultdict(Tally)
 
     @property
     def traffic(self) -> dict[Operation, Traffic]:
@@ -45,7 +46,7 @@ class Metered(Wrapped):
 
     def pop_traffic(self) -> dict[Operation, Traffic]:
         """The traffic since the last call; counting starts again from zero."""
-        popped, self._tallies = self.traffic, {}
+        popped, self._tallies = self.traffic, defaultdict(Tally)
         return popped
 
     def payload(self) -> Traffic:
@@ -58,10 +59,7 @@ class Metered(Wrapped):
 
     def tally(self, operation: Operation) -> Tally:
         """Where the traffic of `operation` is counted."""
-        found = self._tallies.get(operation)
-        if found is None:
-            found = self._tallies[operation] = Tally()
-        return found
+        return self._tallies[operation]
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> Pending:
         pending = self.inner.post_send(message, peer, operation)
@@ -104,12 +102,10 @@ class _Timed:
             self.stage.__enter__()
         self.inner.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.inner.__exit__(kind, error, trace)
+    def __exit__(self, *exception: Any) -> None:
+        self.inner.__exit__(*exception)
         if self.stage is not None:
-            self.stage.__exit__(kind, error, trace)
+            self.stage.__exit__(*exception)
         self.meter.tally(self.operation).seconds += time.perf_counter() - self.start
 
 

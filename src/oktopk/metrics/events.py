@@ -264,18 +264,13 @@ class StepEvent(Densities):
         return min(1.0, max(0.0, 1.0 - self.exposed / busy)) if busy > 0 else 0.0
 
 
-def make_event(
-    step: int, bucket: int, phase: str, algorithm: str, volume: Volume, target_count: int, **facts: Any
-) -> ReductionEvent:
+def make_event(**facts: Any) -> ReductionEvent:
     """An event; what is not given did not happen on this rank."""
     nothing: dict[str, Any] = {
         "local_count": 0, "threshold": 0.0, "global_threshold": 0.0, "exact": False, "residual_norm": 0.0,
         "wire": Wire(), "seconds": Seconds(), "slowest_rank": None, "skipped": False,
     }  # fmt: skip
-    return ReductionEvent(
-        step=step, bucket=bucket, phase=phase, algorithm=algorithm, volume=volume, target_count=target_count,
-        **(nothing | facts),
-    )  # fmt: skip
+    return ReductionEvent(**(nothing | facts))
 
 
 class MetricsSink(Protocol):

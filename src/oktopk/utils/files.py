@@ -84,12 +84,3 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for one in missing:
         sync_folder(one.parent)
-
-
-def keep_copy(path: Path) -> Path:
-    """Copy the file to the first free name of `name.bak`, `name.bak2`, … and return that path."""
-    content, number = path.read_bytes(), 1
-    while (copy := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
-        number += 1
-    write_atomically(copy, content)
-    return copy

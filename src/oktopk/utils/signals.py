@@ -55,9 +55,8 @@ def forward_signals(processes: Sequence[Popen[bytes]]) -> Iterator[list[signal.S
         for process in processes:
             ask_to_end(process, came[-1])
 
-    handled = [
-        number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN
-    ]  # leave ignored signals ignored, for nohup
+    # Ignored signals stay ignored, for nohup.
+    handled = [number for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, forward) for number in handled}
     try:
         yield came

@@ -87,12 +87,9 @@ def finite(value: Any) -> Any:
 _NOTHING: dict[str, Any] = {"skipped": False, "start": 0.0, "stop": 0.0}
 
 STEP_COLUMNS = tuple(flat_step(combine(0, (), culprits=(), handed_over=0.0, **_NOTHING)))
-REDUCTION_COLUMNS = tuple(flat_reduction(make_event(0, 0, "", "", Volume(), 0)))
+_REDUCTION = make_event(step=0, bucket=0, phase="", algorithm="", volume=Volume(), target_count=0)
+REDUCTION_COLUMNS = tuple(flat_reduction(_REDUCTION))
 
-LABELS = frozenset(
-    {
-        *("event", "step", "phase", "bucket", "algorithm", "slowest_rank", "culprits"),
-        *("start_seconds", "handed_over_seconds", "stop_seconds"),
-    }
-)
+_MOMENTS = ("start_seconds", "handed_over_seconds", "stop_seconds")
+LABELS = frozenset({"event", "step", "phase", "bucket", "algorithm", "slowest_rank", "culprits", *_MOMENTS})
 """Columns that identify an event: an average over them means nothing."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oktopk.utils.files import keep_copy, open_regular, read_regular, write_atomically
+from oktopk.utils.files import open_regular, read_regular, write_atomically
 
 from ..problems import DataError, Problem, format_problems
 
@@ -102,7 +102,7 @@ def repair(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> Re
         lines.append(_line(new) if new != old else line)
     backup = None
     if repaired:
-        backup = keep_copy(path)
+        backup = _keep_copy(path)
         write_atomically(path, "".join(line + "\n" for line in lines).encode())
     return Repair(len(lines), repaired, tuple(problems), backup)
 
@@ -227,3 +227,12 @@ def _common_end(a: Sequence[str], b: Sequence[str]) -> int:
     while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
         length += 1
     return length
+
+
+def _keep_copy(path: Path) -> Path:
+    """Copy the file to the first free name of `name.bak`, `name.bak2`, … and return that path."""
+    content, number = path.read_bytes(), 1
+    while (copy := path.with_name(f"{path.name}.bak{number if number > 1 else ''}")).exists():
+        number += 1
+    write_atomically(copy, content)
+    return copy
