@@ -445,6 +445,27 @@ def test_without_shared_memory_ranks_average_in_messages(
     ]  # fmt: skip
     assert "slower than shared memory: rank 0 has none: " in said[0]
     assert "No space left" in said[0]
+    assert "--shm-size" not in said[0]  # a reason, not the error of ranks that need more of it
+    assert not list(shared.iterdir())
+
+
+def test_a_member_that_does_not_answer_is_not_taken_for_missing_memory(shared: Path) -> None:
+    """A CommTimeout is an OSError too: the leader must not ask once more, and wait for twice as long."""
+
+    class Silent:
+        comm = oktopk.comm.alone()
+        asked = 0
+
+        def send_json(self, value: Any, rank: int, phase: str) -> None:
+            self.asked += 1
+
+        def recv_json(self, rank: int, phase: str) -> Any:
+            raise oktopk.CommTimeout("no answer")
+
+    links: Any = Silent()
+    with pytest.raises(oktopk.CommTimeout, match="no answer"):
+        shared_memory.find_problem(links, [0, 1])
+    assert links.asked == 1
     assert not list(shared.iterdir())
 
 
