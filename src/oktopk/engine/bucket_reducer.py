@@ -120,7 +120,8 @@ class BucketReducer:
                 for member in members:
                     bucket = member.handed.state.bucket
                     idle = stack.enter_context(self.set_aside(bucket, member.work, member.residual))
-                    member.velocity = self.velocities.advance(bucket, member.work, idle)
+                    if self.settings.momentum:
+                        member.velocity = self.velocities.advance(bucket, member.work, idle)
                     self._average_always_dense(member)
                 yield
             except BaseException:
