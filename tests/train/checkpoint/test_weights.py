@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.comm import run_threads
-from oktopk.train.checkpoint.snapshot import CheckpointError, ModelIdentity, Snapshot
+from oktopk.train.checkpoint.snapshot import ModelIdentity, Snapshot
 from oktopk.train.checkpoint.storage import Checkpoints
 from oktopk.train.checkpoint.weights import load_weights
 from oktopk.train.config.options import ConfigError
@@ -68,8 +68,40 @@ def test_pretrain_from_a_run_takes_its_newest_weights_and_statistics(
     assert_same(model, trained)
     manifest = tmp_path / "checkpoints" / "step-00000010" / "manifest.json"
     manifest.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with pytest.raises(ConfigError, match=r"--pretrain .*manifest\.json"):
         load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["shared.pt", "rank-0000.pt"])
+@pytest.mark.parametrize("given", [".", "checkpoints", "checkpoints/step-00000010", "file"])
+def test_pretrain_refuses_a_run_with_one_flipped_bit(
+    tmp_path: Path, trained: SpeechLSTM, monkeypatch: pytest.MonkeyPatch, name: str, given: str
+) -> None:
+    """Of the tensors themselves, which torch.load takes as they are."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    save_run(tmp_path, 10, trained)
+    file = tmp_path / "checkpoints" / "step-00000010" / name
+    content = bytearray(file.read_bytes())
+    tensor = dict(trained.named_parameters() if name == "shared.pt" else trained.named_buffers())
+    place = content.index(next(iter(tensor.values())).detach().numpy().tobytes())
+    content[place + 2] ^= 1
+    file.write_bytes(content)
+    model, before = tiny(), tiny()
+    path = file if given == "file" else tmp_path / given
+    with pytest.raises(ConfigError, match=rf"--pretrain .*{name} is damaged: its digest does not match"):
+        load_weights(model, path)
+    assert_same(model, before)
+
+
+def test_pretrain_takes_the_greatest_step_not_the_last_name(
+    tmp_path: Path, trained: SpeechLSTM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    save_run(tmp_path, 99_999_999, tiny())
+    save_run(tmp_path, 100_000_000, trained)
+    model = tiny()
+    load_weights(model, tmp_path)
+    assert_same(model, trained)
 
 
 class Bomb:
