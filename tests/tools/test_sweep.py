@@ -215,6 +215,7 @@ def test_the_files(tmp_path: Path, command: list[str]) -> None:
         (["--seeds", ","], "pass at least one seed"),
         (["--", "--seed", "3"], "--seed after --: the sweep sets it"),
         (["--", "--resume"], "--resume after --: the sweep sets it"),
+        (["--", "--override"], "--override after --: the sweep sets it"),
         (["--", "--lr", "x"], "lr must be"),
         (["--ranks", "0"], "ranks must be"),
     ],

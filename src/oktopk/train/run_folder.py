@@ -8,6 +8,7 @@ events.out.…     the metrics for TensorBoard
 result.json      the final results
 train.log        the log
 checkpoints/     what --resume continues from
+.lock            held by the process that writes the folder
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from oktopk.metrics.events import MetricsSink
 from oktopk.metrics.sinks import JSONLSink, TensorBoardSink
 from oktopk.metrics.sinks.flat import Row, finite
 from oktopk.utils.files import atomic_path, make_folder, remove_drafts, write_atomically
+from oktopk.utils.locks import LOCK, FolderInUseError, FolderLock
 
 from .config.options import ConfigError, TrainConfig
 from .config.origins import ResolvedConfig, to_toml
@@ -52,25 +54,40 @@ def check_unused(folder: Path) -> None:
         raise ConfigError(f"{folder} already holds a run: resume it with --resume {folder}, or pass another --out")
 
 
+def check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that another process writes, or that holds a run and is not to be resumed."""
+    if (folder / LOCK).exists():
+        _lock(folder).close()
+    if not resume:
+        check_unused(folder)
+
+
 class RunFolder:
-    """Rank 0 writes the folder; the other ranks only use its checkpoints.
+    """Rank 0 writes the folder, which it locks; the other ranks only use its checkpoints.
 
     open_metrics() is called once the first step is known. It removes the lines of later steps, which a run wrote
     before it died without saving them.
     """
 
-    def __init__(self, path: Path, writes: bool) -> None:
+    def __init__(self, path: Path, writes: bool, resume: bool = False) -> None:
         self.path, self._writes = path, writes
         self.checkpoints = path / CHECKPOINTS
         self._lines: JSONLSink | None = None
         self._board: TensorBoardSink | None = None
         self._timing: TimingFile | None = None
         self._log: logging.FileHandler | None = None
+        self._lock: FolderLock | None = None
         if writes:
             make_folder(path)
-            for name in (CONFIG, PLAN, RESULT, METRICS, TIMING):
-                remove_drafts(path / name)
-            self._log = _log_to(path / "train.log")
+            self._lock = _lock(path)
+            with ExitStack() as on_error:
+                on_error.callback(self._lock.close)
+                if not resume:  # again: another run may have come and gone since check_folder()
+                    check_unused(path)
+                for name in (CONFIG, PLAN, RESULT, METRICS, TIMING):
+                    remove_drafts(path / name)
+                self._log = _log_to(path / "train.log")
+                on_error.pop_all()
 
     def open_metrics(self, step: int) -> list[MetricsSink]:
         """Open the metric files from this step on; returns the sinks for the reducer."""
@@ -82,6 +99,11 @@ class RunFolder:
         self._board = TensorBoardSink(self.path, first_step=step)
         self._timing = TimingFile(self.path / TIMING)
         return [self._lines, self._board]
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank writes the metrics of steps: the run has started, or resumed."""
+        return self._lines is not None
 
     def write_config(self, resolved: ResolvedConfig) -> None:
         if self._writes:
@@ -123,12 +145,21 @@ class RunFolder:
     def close(self) -> None:
         """Close every file, even if one of them fails, for example on a full disk."""
         with ExitStack() as parts:
+            if self._lock is not None:
+                parts.callback(self._lock.close)  # the last
             if self._log is not None:
                 parts.callback(self._log.close)
                 parts.callback(logging.getLogger("oktopk").removeHandler, self._log)
             for part in (self._lines, self._board, self._timing):
                 if part is not None:
                     parts.callback(part.close)
+
+
+def _lock(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except FolderInUseError as error:
+        raise ConfigError(f"{error}: wait until that run has ended, or pass another --out") from error
 
 
 class TimingFile:

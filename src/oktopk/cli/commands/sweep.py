@@ -94,7 +94,7 @@ def _check(options: argparse.Namespace) -> None:
     add_train_arguments(parser)
     parsed = parser.parse_args(options.options)
     chosen = collect_options(parsed)
-    for name in (*SET_BY_SWEEP, "resume", "json"):
+    for name in (*SET_BY_SWEEP, "resume", "override", "json"):
         if name in chosen or (name not in OPTIONS and getattr(parsed, name)):
             raise ConfigError(f"--{name} after --: the sweep sets it for each run; see oktopk sweep --help")
     resolved = resolve(chosen | ({"ranks": options.ranks} if options.ranks else {}), os.environ, parsed.config)
