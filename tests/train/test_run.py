@@ -22,6 +22,8 @@ from oktopk.train.checkpoint.replicas import checksum
 from oktopk.train.checkpoint.snapshot import CheckpointError
 from oktopk.train.config.options import ConfigError
 from oktopk.train.run_folder import RunFolder
+from oktopk.utils.files import write_atomically
+from tests.support.disks import fill_disk
 from tests.support.train.runs import BATCH, Batch, Ran, Recipe, Regression, Runs, assert_same, parameters, timeless
 
 Hook = Callable[[Regression, Batch], None]
@@ -385,3 +387,36 @@ def test_a_full_disk_ends_all_ranks_and_the_old_checkpoint_resumes(runs: Runs, r
         assert "No space left on device" in said
     assert ran.checkpoints == ["step-00000006"]
     assert_same_run(whole, runs("cut", recipe=recipe, resume=True, **options))
+
+
+def test_metrics_on_a_full_disk_do_not_end_the_run(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    """Each file is switched off with one warning, training is the same, and a resumed run writes again."""
+
+    def fill(task: Regression, batch: Batch) -> None:
+        if (batch.rank, batch.epoch, batch.step) == (0, 0, 3):
+            fill_disk(runs.folder / "cut")
+
+    options = {"world": 2, "max_epochs": 2, "warmup_steps": 4, "density": 0.2}
+    whole = runs("whole", **options)
+    ran = runs("cut", recipe=Recipe(before=fill), **options)
+    assert ran.outcome.code == 0
+    assert_same(ran.state, whole.state)
+    off = sorted(
+        line.getMessage().split(" is switched off")[0] for line in caplog.records if "off" in line.message
+    )
+    assert off == ["JSONLSink", "TensorBoardSink", "timing.csv", "train.log"]
+    assert [line["step"] for line in ran.lines("train")] == [0, 1, 2]
+    for path in ran.folder.glob("events.out.*"):
+        path.unlink()  # it is a link to /dev/full
+    longer = runs("cut", resume=True, **{**options, "max_epochs": 3})
+    assert [line["step"] for line in longer.lines("train")] == [0, 1, 2, *range(14, 21)]
+
+
+def test_a_result_on_a_full_disk_is_an_error(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "result.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_atomically(path, content)
+
+    monkeypatch.setattr("oktopk.train.run_folder.write_atomically", full)
+    assert "result.json" in runs("run", max_epochs=1).errors(OSError)[0]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
@@ -26,6 +27,7 @@ from typing import Any
 from oktopk.metrics.events import MetricsSink
 from oktopk.metrics.sinks import JSONLSink, TensorBoardSink
 from oktopk.metrics.sinks.flat import Row, finite
+from oktopk.metrics.sinks.switch import Switch
 from oktopk.utils.files import atomic_path, make_folder, remove_drafts, write_atomically
 from oktopk.utils.locks import LOCK, FolderInUseError, FolderLock
 
@@ -163,9 +165,10 @@ def _lock(folder: Path) -> FolderLock:
 
 
 class TimingFile:
-    """Writes timing.csv; appends to an existing file."""
+    """Writes timing.csv; appends to an existing file. On a full disk it is switched off, as sinks are."""
 
     def __init__(self, path: Path) -> None:
+        self._switch = Switch(TIMING)
         own = [item.name for item in fields(StepMetrics)]
         self._names, self._path = [*own, *_FROM_REDUCER], path
         fresh = not path.exists() or path.stat().st_size == 0
@@ -176,14 +179,17 @@ class TimingFile:
 
     def write(self, metrics: StepMetrics, event: Row) -> None:
         known = {**event, **asdict(metrics)}
+        self._switch.run(lambda: self._write([known[name] for name in self._names]))
+
+    def _write(self, row: list[Any]) -> None:
         try:
-            self._writer.writerow([known[name] for name in self._names])
+            self._writer.writerow(row)
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        self._file.close()
+        self._switch.close(self._file.close)
 
 
 def _rewind_lines(path: Path, step: int) -> None:
@@ -218,8 +224,28 @@ def _filter_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
         out.writelines(line for line in file if keep(line))
 
 
+class _LogFile(logging.FileHandler):
+    """Writes train.log. On a full disk it is switched off, as sinks are."""
+
+    def __init__(self, path: Path) -> None:
+        self._switch = Switch(path.name)
+        super().__init__(path, encoding="utf-8")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._switch.run(lambda: logging.FileHandler.emit(self, record))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in logging
+        """Raise the error of the file to emit(); logging would print it with every record."""
+        if isinstance(error := sys.exc_info()[1], OSError):
+            raise error
+        super().handleError(record)
+
+    def close(self) -> None:
+        self._switch.close(lambda: logging.FileHandler.close(self))
+
+
 def _log_to(path: Path) -> logging.FileHandler:
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("oktopk").addHandler(handler)
     return handler

@@ -10,14 +10,12 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import OkTopkError
-
 LOCK = ".lock"
 log = logging.getLogger(__name__)
 _held: set[int] = set()
 
 
-class FolderInUseError(OkTopkError):
+class FolderInUseError(OSError):
     """Another process holds the folder."""
 
 
