@@ -13,7 +13,7 @@ from oktopk.utils.files import open_regular
 
 from ..config.options import ConfigError
 from ..run_folder import CHECKPOINTS
-from .snapshot import BUFFERS, MANIFEST, CheckpointError, read_manifest, read_tensors
+from .snapshot import BUFFERS, MANIFEST, CheckpointError, DamagedCheckpoint, read_manifest, read_tensors
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -46,8 +46,11 @@ def load_weights(model: nn.Module, path: Path) -> None:
 def _read_run(run: Path) -> Mapping[str, Tensor]:
     """Read the parameters of the newest checkpoint, and the running statistics of rank 0."""
     folder = run if (run / MANIFEST).exists() else _newest(run)
-    manifest = read_manifest(folder)
-    shared, first = read_tensors(folder, manifest.shared), read_tensors(folder, manifest.ranks[0])
+    try:
+        manifest = read_manifest(folder)
+        shared, first = read_tensors(folder, manifest.shared), read_tensors(folder, manifest.ranks[0])
+    except DamagedCheckpoint as error:  # it begins with the name of the file
+        raise DamagedCheckpoint(f"{folder.name}/{error}") from error
     return {**_tensors(shared, run), **_tensors(first, run, BUFFERS)}
 
 
