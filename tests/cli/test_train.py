@@ -17,7 +17,7 @@ import torch
 from oktopk import __version__
 from oktopk.cli import main, make_parser, replace_underscores
 from oktopk.cli.commands import train as command
-from oktopk.train.config.options import OPTIONS
+from oktopk.train.config.options import MAY_DIFFER, OPTIONS
 from oktopk.train.config.origins import ResolvedConfig, resolve, shipped_configs, to_toml
 from oktopk.train.data.speech.audio import write_samples
 from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
@@ -154,6 +154,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
         (("--nworkers", "2"), "--nworkers is 2, but there is 1 rank (alone): "),
         (("--nworkers", "2", "--ranks", "3"), "--nworkers is 2, but there are 3 ranks (--ranks 3): "),
         (("--nwpernode", "²"), "nwpernode must be of type int, got '²' (command line)"),
+        (("--override",), "--override needs --resume"),
         (("--resume",), "--resume needs a folder: pass --resume RUN, or --out RUN --resume"),
         (("--resume", "runs/absent"), "--resume runs/absent: no run found (no config.toml)"),
     ],
@@ -213,7 +214,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_help_mentions_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "train", "--help")
-    for name in (*OPTIONS, "config", "resume", "json", "quiet"):
+    for name in (*OPTIONS, "config", "resume", "override", "json", "quiet"):
         assert f"--{name.replace('_', '-')} " in text or f"--{name.replace('_', '-')}\n" in text
     for name in (*WORKLOADS, *shipped_configs()):
         assert name in "".join(text.split())  # lines may end within a name
@@ -279,7 +280,7 @@ def test_a_resumed_run_is_what_it_was_and_the_command_line_counts_more(started: 
     Path("run").mkdir()
     text = to_toml(resolve({"dnn": "lstm", "lr": "0.5", "seed": "7"}, {}))
     Path("run/config.toml").write_text(text)
-    main(["train", "--resume", "run", "--lr", "0.25"])
+    main(["train", "--resume", "run", "--lr", "0.25", "--override"])
     main(["train", "--out", "run", "--resume"])
     main(["train", "--out", "fresh", "--resume"])
     configs = [(made.config.dnn, made.config.lr, made.config.seed, made.config.out) for made, _, _ in started]
@@ -287,6 +288,41 @@ def test_a_resumed_run_is_what_it_was_and_the_command_line_counts_more(started: 
     assert configs[1] == ("lstm", 0.5, 7, Path("run"))
     assert configs[2] == ("lstman4", 0.01, 0, Path("fresh"))
     assert [resume for _, _, resume in started] == [True, True, False]
+
+
+def test_a_resumed_run_with_other_options_is_refused_and_told_which(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether they come from the command line, the environment or another configuration."""
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(to_toml(resolve({"dnn": "lstm", "lr": "0.5", "data_dir": "data"}, {})))
+    Path("other.toml").write_text('dnn = "lstm"\nlr = 0.5\ndata_dir = "data"\nbatch_size = 3\n')
+    monkeypatch.setenv("OKTOPK_SEED", "7")
+    same = ["--lr", "0.5", "--data-dir", str(Path("data").absolute())]
+    for words in (["--resume", "run"], ["--out", "run", "--resume"]):
+        assert main(["train", *words, *same, "--config", "other.toml", "--clip", "3"]) == 2
+        said = capsys.readouterr().err
+        assert said == (
+            "oktopk train: error: --resume run: other options than the run has: "
+            "seed is 0 in the run, 7 now (environment OKTOPK_SEED); "
+            "batch_size is 20 in the run, 3 now (config other.toml); "
+            "clip is 0.25 in the run, 3.0 now (command line). "
+            "Remove them, or continue with them: --override\n"
+        )
+    assert started == []
+    assert main(["train", "--resume", "run", *same, "--clip", "3", "--override"]) == 130
+    assert "run continues with other options: seed is 0 in the run, 7 now" in capsys.readouterr().out
+
+
+def test_length_output_and_ranks_of_a_resumed_run_may_differ(started: list[Any]) -> None:
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(to_toml(resolve({"out": "elsewhere", "ranks": "4", "clip": "3"}, {})))
+    values = {"max_epochs": 7, "max_steps": 9, "val_every": 2, "pseudo_accuracy": True, "max_skipped": 3}
+    values |= {"sigma_scale": 2.5, "nworkers": 1, "nwpernode": 1, "ranks": 1, "ranks_per_host": 1, "timeout": 9.0}
+    values |= {"save_every": 7, "keep": 9}
+    assert {*values, "out"} == set(MAY_DIFFER)
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    assert main(["train", "--resume", "run", *words]) == 3  # from the ranks that it starts
 
 
 # one run, very small

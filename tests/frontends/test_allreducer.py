@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import threading
 import time
@@ -175,10 +176,33 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_timeout() -> None:
 def test_a_sink_that_fails_fails_the_step() -> None:
     class Full(MemorySink):
         def _write(self, event: Any) -> None:
-            raise OSError("no space left")
+            raise OSError("unplugged")
 
-    with reducer_on(None, sinks=[Full()]) as reducer, pytest.raises(OSError, match="no space left"):
+    with reducer_on(None, sinks=[Full()]) as reducer, pytest.raises(OSError, match="unplugged"):
         reducer.sync(gradients(0, 0))
+
+
+def test_any_sink_on_a_full_disk_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is not of oktopk.metrics.sinks, given at the start or added later; the others go on."""
+
+    class Full:
+        calls = 0
+
+        def emit(self, event: Any) -> None:
+            self.calls += 1
+            raise OSError(errno.ENOSPC, "No space left on device", "log")
+
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "log")
+
+    first, second, other = Full(), Full(), MemorySink()
+    with reducer_on(None, sinks=[first, other]) as reducer:
+        reducer.add_sink(second)
+        for step in range(3):
+            reducer.sync(gradients(0, step))
+    assert (first.calls, second.calls, len(other.steps)) == (1, 1, 3)
+    said = [record.getMessage() for record in caplog.records if "switched off" in record.getMessage()]
+    assert said == ["Full is switched off, and training continues without it: log: No space left on device"] * 2
 
 
 # What it measures.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from oktopk.errors import OkTopkError
 from oktopk.metrics.events import DENSE, SPARSE, StepEvent, Volume
 from oktopk.metrics.sinks import MemorySink, Sink, TensorBoardSink, TrainerLists, flat_step
+from tests.support.disks import fill_disk
 from tests.support.events import FILES, reduction, step, steps, table
 
 # All sinks.
@@ -65,6 +68,53 @@ def test_events_may_come_from_another_thread(tmp_path: Path) -> None:
         assert not worker.is_alive()
         assert failed == []
         sink.close()
+
+
+def test_a_sink_on_a_full_disk_is_switched_off_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it wrote before can be read; a TensorBoard writer notices in its own thread, some steps later."""
+    sinks = every_sink(tmp_path)
+    for sink in sinks:
+        sink.emit(step(0))
+    board = next(sink for sink in sinks if isinstance(sink, TensorBoardSink))
+    board._writer.flush()
+    written = {path: path.read_bytes() for path in tmp_path.glob("csv*")}
+    fill_disk(tmp_path)
+    for number in range(1, 4):
+        for sink in sinks:
+            sink.emit(step(number))
+        board._writer.flush()
+    for sink in sinks:
+        sink.close()
+    off = [record.getMessage() for record in caplog.records if "switched off" in record.getMessage()]
+    names = [type(sink).__name__ for sink in sinks if not isinstance(sink, (MemorySink, TrainerLists))]
+    assert sorted(said.partition(" ")[0] for said in off) == sorted(names)
+    for said in off:
+        assert " is switched off, and training continues without it: " in said
+        assert said.endswith("No space left on device")
+    assert {path: path.read_bytes() for path in tmp_path.glob("csv*")} == written
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EIO", "EFBIG", "EROFS"])
+def test_only_errors_of_the_disk_switch_a_sink_off(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Sink):
+        number = getattr(errno, name)
+
+        def _write(self, event: StepEvent) -> None:
+            raise OSError(self.number, os.strerror(self.number), "metrics")
+
+    sink = Failing()
+    for number in range(3):
+        sink.emit(step(number))
+    (warning,) = caplog.records
+    assert f"Failing is switched off, and training continues without it: metrics: {os.strerror(sink.number)}" in (
+        warning.getMessage()
+    )
+    other = Failing()
+    other.number = errno.EACCES
+    with pytest.raises(PermissionError):
+        other.emit(step(0))
 
 
 # Memory.

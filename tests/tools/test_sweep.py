@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import statistics
 import sys
@@ -215,6 +216,7 @@ def test_the_files(tmp_path: Path, command: list[str]) -> None:
         (["--seeds", ","], "pass at least one seed"),
         (["--", "--seed", "3"], "--seed after --: the sweep sets it"),
         (["--", "--resume"], "--resume after --: the sweep sets it"),
+        (["--", "--override"], "--override after --: the sweep sets it"),
         (["--", "--lr", "x"], "lr must be"),
         (["--ranks", "0"], "ranks must be"),
     ],
@@ -225,6 +227,29 @@ def test_mistakes_are_named_before_the_first_run(
     assert main(["sweep", "--out", str(tmp_path / "sweep"), *words]) == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
+
+
+def test_two_sweeps_into_one_folder_the_second_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def run_all(*arguments: object, **keywords: object) -> tuple[list[sweep.Outcome], None]:
+        """While the first is under way, the second comes."""
+        if not started:
+            started.append("the first")
+            assert main(["sweep", "--out", str(tmp_path / "sweep")]) == 1
+        else:
+            started.append("another")
+        return [], None
+
+    monkeypatch.setattr(sweep, "run_all", run_all)
+    main(["sweep", "--out", str(tmp_path / "sweep")])
+    assert started == ["the first"]
+    said = capsys.readouterr().err
+    assert f"oktopk sweep: error: {tmp_path / 'sweep'} is in use by process {os.getpid()} on " in said
+    main(["sweep", "--out", str(tmp_path / "sweep")])
+    assert started == ["the first", "another"]
 
 
 def test_compression_that_is_off_would_make_all_runs_dense(

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
@@ -16,6 +21,9 @@ from oktopk.train.checkpoint import snapshot
 from oktopk.train.checkpoint.replicas import checksum
 from oktopk.train.checkpoint.snapshot import CheckpointError
 from oktopk.train.config.options import ConfigError
+from oktopk.train.run_folder import RunFolder
+from oktopk.utils.files import write_atomically
+from tests.support.disks import fill_disk
 from tests.support.train.runs import BATCH, Batch, Ran, Recipe, Regression, Runs, assert_same, parameters, timeless
 
 Hook = Callable[[Regression, Batch], None]
@@ -162,6 +170,28 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(runs: Runs) -> None:
     assert {name: after[name] for name in before if name != log} == {n: b for n, b in before.items() if n != log}
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_says_which_and_what_to_do(
+    runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One sentence on every rank, no warnings beside it; what it advises works."""
+    ran = runs("run", world=2, max_epochs=2)
+    folder = ran.folder / "checkpoints"
+    assert ran.checkpoints == ["step-00000007", "step-00000014"]
+    (folder / "step-00000014" / "manifest.json").write_text("{}")
+    content = bytearray((folder / "step-00000007" / "rank-0001.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "step-00000007" / "rank-0001.pt").write_bytes(content)
+    caplog.clear()
+    for said in runs("run", world=2, resume=True, max_epochs=3).errors(CheckpointError):
+        assert said.startswith(f"no checkpoint in {folder} can be used (step-00000014: rank 0: manifest.json: ")
+        assert "; step-00000007: rank 1: rank-0001.pt is damaged: its digest does not match): " in said
+        assert said.endswith("copy an intact one back, or remove that folder to start again at step 0")
+    assert "skipping" not in caplog.text
+    assert "continue from the last checkpoint" not in caplog.text
+    shutil.rmtree(folder)
+    assert runs("run", world=2, resume=True, max_epochs=3).outcome.result["steps"] == 21
+
+
 def test_a_run_that_goes_on_has_no_result_until_it_ends(runs: Runs) -> None:
     def killed(task: Regression, batch: Batch) -> None:
         if batch.epoch == 1:
@@ -250,6 +280,57 @@ def test_a_folder_that_holds_a_run_is_not_written_over(runs: Runs) -> None:
     assert contents(ran.folder) == before
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_use_is_refused_on_all_ranks_and_free_again_after_a_kill(runs: Runs, resume: bool) -> None:
+    """The holder is another process, which ends by SIGKILL while a child of it lives on."""
+    ran = runs("run", max_epochs=1)
+    hold = "import os, sys, time; from pathlib import Path; from oktopk.utils.locks import FolderLock; "
+    hold += "lock = FolderLock(Path(sys.argv[1])); child = os.fork(); "
+    hold += "child and print(child, flush=True); time.sleep(600)"
+    before = contents(ran.folder)
+    with subprocess.Popen([sys.executable, "-c", hold, ran.folder], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            before[str(ran.folder / ".lock")] = (ran.folder / ".lock").read_bytes()
+            refused = runs("run", world=2, resume=resume, max_epochs=2)
+            for said in refused.errors(ConfigError):
+                who = f"process {holder.pid} on {socket.gethostname()}"
+                assert said.startswith(f"{ran.folder} is in use by {who}: wait until that run has ended")
+            assert contents(ran.folder) == before
+            holder.kill()
+            holder.wait()
+            assert runs("run", world=2, resume=True, max_epochs=2).outcome.code == 0
+        finally:
+            os.kill(child, signal.SIGKILL)
+            holder.kill()
+
+
+def test_the_second_of_two_runs_is_refused_while_the_first_trains(runs: Runs, tmp_path: Path) -> None:
+    """Before the first has written anything but its lock and log: what it would write over comes later."""
+    seen: list[str] = []
+
+    def second(task: Regression, batch: Batch) -> None:
+        if not seen:
+            with pytest.raises(ConfigError) as refused:
+                RunFolder(tmp_path / "run", writes=True)
+            seen.append(str(refused.value))
+
+    assert runs("run", recipe=Recipe(before=second), max_epochs=1).outcome.code == 0
+    assert f"is in use by process {os.getpid()} on" in seen[0]
+
+
+def test_a_run_that_came_and_went_since_the_first_look_is_kept(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = runs("run", max_epochs=1)
+    before = contents(ran.folder)
+    monkeypatch.setattr(module, "check_folder", lambda path, resume: None)
+    for said in runs("run", max_epochs=1).errors(ConfigError):
+        assert "already holds a run" in said
+    assert contents(ran.folder) == before
+
+
 def test_a_file_in_the_way_of_the_folder_is_named_on_all_ranks(runs: Runs) -> None:
     (runs.folder / "run").write_text("precious")
     refused = runs(world=2, max_epochs=1)
@@ -263,10 +344,10 @@ def test_a_file_in_the_way_of_the_folder_is_named_on_all_ranks(runs: Runs) -> No
 def test_a_folder_that_rank_0_may_not_look_into_ends_all_ranks(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, resume: bool) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(module, "check_unused", refuse)
+    monkeypatch.setattr(module, "check_folder", refuse)
     for said in runs(world=2, max_epochs=1).errors(ConfigError):
         assert "Permission denied" in said
 
@@ -306,3 +387,36 @@ def test_a_full_disk_ends_all_ranks_and_the_old_checkpoint_resumes(runs: Runs, r
         assert "No space left on device" in said
     assert ran.checkpoints == ["step-00000006"]
     assert_same_run(whole, runs("cut", recipe=recipe, resume=True, **options))
+
+
+def test_metrics_on_a_full_disk_do_not_end_the_run(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    """Each file is switched off with one warning, training is the same, and a resumed run writes again."""
+
+    def fill(task: Regression, batch: Batch) -> None:
+        if (batch.rank, batch.epoch, batch.step) == (0, 0, 3):
+            fill_disk(runs.folder / "cut")
+
+    options = {"world": 2, "max_epochs": 2, "warmup_steps": 4, "density": 0.2}
+    whole = runs("whole", **options)
+    ran = runs("cut", recipe=Recipe(before=fill), **options)
+    assert ran.outcome.code == 0
+    assert_same(ran.state, whole.state)
+    off = sorted(
+        line.getMessage().split(" is switched off")[0] for line in caplog.records if "off" in line.message
+    )
+    assert off == ["JSONLSink", "TensorBoardSink", "timing.csv", "train.log"]
+    assert [line["step"] for line in ran.lines("train")] == [0, 1, 2]
+    for path in ran.folder.glob("events.out.*"):
+        path.unlink()  # it is a link to /dev/full
+    longer = runs("cut", resume=True, **{**options, "max_epochs": 3})
+    assert [line["step"] for line in longer.lines("train")] == [0, 1, 2, *range(14, 21)]
+
+
+def test_a_result_on_a_full_disk_is_an_error(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        if path.name == "result.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_atomically(path, content)
+
+    monkeypatch.setattr("oktopk.train.run_folder.write_atomically", full)
+    assert "result.json" in runs("run", max_epochs=1).errors(OSError)[0]

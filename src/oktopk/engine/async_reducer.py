@@ -15,6 +15,7 @@ from ..comm import Communicator
 from ..errors import NonFiniteError, add_step
 from ..feedback.buckets import Bucket
 from ..metrics.events import SPARSE, MetricsSink, StepEvent
+from ..metrics.sinks import as_sink
 from .settings import Settings
 from .state_dict import load_state, save_state
 from .step import StepReducer
@@ -192,7 +193,7 @@ class AsyncReducer:
     def add_sink(self, sink: MetricsSink) -> None:
         """Pass every step from now on to one more sink."""
         self.drain()
-        self._steps.sinks.append(sink)
+        self._steps.sinks.append(as_sink(sink))
 
     def stats(self) -> dict[str, float]:
         """The present state in figures, for loggers."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import Communicator, Metered, agree
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
+from ..metrics.sinks import as_sink
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
@@ -37,7 +38,7 @@ class StepReducer:
     ) -> None:
         self.settings = settings
         self.meter = Metered(comm)
-        self.sinks = list(sinks)
+        self.sinks = [*map(as_sink, sinks)]
         self.step = 0
         self.skipped_steps = 0
         self.skipped_in_a_row = 0

@@ -28,7 +28,7 @@ from .console import format_summary, log_start
 from .data.problems import DataError
 from .launch import RankInfo, connect
 from .loop import Trainer
-from .run_folder import RunFolder, check_unused, new_name
+from .run_folder import RunFolder, check_folder, new_name
 from .stop import Stop
 from .tasks import DataSource, Shard, Task
 
@@ -61,7 +61,7 @@ def train_rank(
         folder = _choose_folder(comm, resolved.config, resume)
         task = _build_task(resolved.config, info)
     plan = _make_plan(resolved.config, task, info)
-    with _open_folder(comm, folder, resolved) as run_folder:
+    with _open_folder(comm, folder, resolved, resume) as run_folder:
         if comm.rank == 0:
             log_start(resolved, info.launcher, task, plan)
             _warn_unused_options(resolved)
@@ -124,9 +124,9 @@ def _choose_folder(comm: Communicator, config: TrainConfig, resume: bool) -> Pat
     """Choose the run folder; rank 0 decides for all."""
     path = config.out or Path("runs") / new_name(config)
     problem = None
-    if comm.rank == 0 and not resume:
+    if comm.rank == 0:
         try:
-            check_unused(path)
+            check_folder(path, resume)
         except (ConfigError, OSError) as error:
             problem = str(error)
     chosen = gather_json(comm, {"path": str(path), "problem": problem}, "folder")[0]
@@ -167,15 +167,15 @@ def _make_plan(config: TrainConfig, task: Task[Any], info: RankInfo) -> Plan:
 
 
 @contextmanager
-def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig) -> Iterator[RunFolder]:
+def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resume: bool) -> Iterator[RunFolder]:
     """Open the run folder; if rank 0 cannot write to it, all ranks fail."""
     with _agree_on_errors(comm, resolved):
-        folder = RunFolder(path, comm.rank == 0)
+        folder = RunFolder(path, comm.rank == 0, resume)
     with closing(folder):
         try:
             yield folder
         except Exception:
-            if comm.rank == 0 and list(folder.checkpoints.glob("*/manifest.json")):
+            if folder.trains and list(folder.checkpoints.glob("*/manifest.json")):
                 log.warning("continue from the last checkpoint with: oktopk train --resume %s", path)
             raise
 

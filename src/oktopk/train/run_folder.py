@@ -8,6 +8,7 @@ events.out.…     the metrics for TensorBoard
 result.json      the final results
 train.log        the log
 checkpoints/     what --resume continues from
+.lock            held by the process that writes the folder
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
@@ -25,7 +27,9 @@ from typing import Any
 from oktopk.metrics.events import MetricsSink
 from oktopk.metrics.sinks import JSONLSink, TensorBoardSink
 from oktopk.metrics.sinks.flat import Row, finite
+from oktopk.metrics.sinks.switch import Switch
 from oktopk.utils.files import atomic_path, make_folder, remove_drafts, write_atomically
+from oktopk.utils.locks import LOCK, FolderInUseError, FolderLock
 
 from .config.options import ConfigError, TrainConfig
 from .config.origins import ResolvedConfig, to_toml
@@ -52,25 +56,40 @@ def check_unused(folder: Path) -> None:
         raise ConfigError(f"{folder} already holds a run: resume it with --resume {folder}, or pass another --out")
 
 
+def check_folder(folder: Path, resume: bool) -> None:
+    """Refuse a folder that another process writes, or that holds a run and is not to be resumed."""
+    if (folder / LOCK).exists():
+        _lock(folder).close()
+    if not resume:
+        check_unused(folder)
+
+
 class RunFolder:
-    """Rank 0 writes the folder; the other ranks only use its checkpoints.
+    """Rank 0 writes the folder, which it locks; the other ranks only use its checkpoints.
 
     open_metrics() is called once the first step is known. It removes the lines of later steps, which a run wrote
     before it died without saving them.
     """
 
-    def __init__(self, path: Path, writes: bool) -> None:
+    def __init__(self, path: Path, writes: bool, resume: bool = False) -> None:
         self.path, self._writes = path, writes
         self.checkpoints = path / CHECKPOINTS
         self._lines: JSONLSink | None = None
         self._board: TensorBoardSink | None = None
         self._timing: TimingFile | None = None
         self._log: logging.FileHandler | None = None
+        self._lock: FolderLock | None = None
         if writes:
             make_folder(path)
-            for name in (CONFIG, PLAN, RESULT, METRICS, TIMING):
-                remove_drafts(path / name)
-            self._log = _log_to(path / "train.log")
+            self._lock = _lock(path)
+            with ExitStack() as on_error:
+                on_error.callback(self._lock.close)
+                if not resume:  # again: another run may have come and gone since check_folder()
+                    check_unused(path)
+                for name in (CONFIG, PLAN, RESULT, METRICS, TIMING):
+                    remove_drafts(path / name)
+                self._log = _log_to(path / "train.log")
+                on_error.pop_all()
 
     def open_metrics(self, step: int) -> list[MetricsSink]:
         """Open the metric files from this step on; returns the sinks for the reducer."""
@@ -82,6 +101,11 @@ class RunFolder:
         self._board = TensorBoardSink(self.path, first_step=step)
         self._timing = TimingFile(self.path / TIMING)
         return [self._lines, self._board]
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank writes the metrics of steps: the run has started, or resumed."""
+        return self._lines is not None
 
     def write_config(self, resolved: ResolvedConfig) -> None:
         if self._writes:
@@ -123,6 +147,8 @@ class RunFolder:
     def close(self) -> None:
         """Close every file, even if one of them fails, for example on a full disk."""
         with ExitStack() as parts:
+            if self._lock is not None:
+                parts.callback(self._lock.close)  # the last
             if self._log is not None:
                 parts.callback(self._log.close)
                 parts.callback(logging.getLogger("oktopk").removeHandler, self._log)
@@ -131,10 +157,18 @@ class RunFolder:
                     parts.callback(part.close)
 
 
+def _lock(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except FolderInUseError as error:
+        raise ConfigError(f"{error}: wait until that run has ended, or pass another --out") from error
+
+
 class TimingFile:
-    """Writes timing.csv; appends to an existing file."""
+    """Writes timing.csv; appends to an existing file. On a full disk it is switched off, as sinks are."""
 
     def __init__(self, path: Path) -> None:
+        self._switch = Switch(TIMING)
         own = [item.name for item in fields(StepMetrics)]
         self._names, self._path = [*own, *_FROM_REDUCER], path
         fresh = not path.exists() or path.stat().st_size == 0
@@ -145,14 +179,17 @@ class TimingFile:
 
     def write(self, metrics: StepMetrics, event: Row) -> None:
         known = {**event, **asdict(metrics)}
+        self._switch.run(lambda: self._write([known[name] for name in self._names]))
+
+    def _write(self, row: list[Any]) -> None:
         try:
-            self._writer.writerow([known[name] for name in self._names])
+            self._writer.writerow(row)
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        self._file.close()
+        self._switch.close(self._file.close)
 
 
 def _rewind_lines(path: Path, step: int) -> None:
@@ -187,8 +224,28 @@ def _filter_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
         out.writelines(line for line in file if keep(line))
 
 
+class _LogFile(logging.FileHandler):
+    """Writes train.log. On a full disk it is switched off, as sinks are."""
+
+    def __init__(self, path: Path) -> None:
+        self._switch = Switch(path.name)
+        super().__init__(path, encoding="utf-8")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._switch.run(lambda: logging.FileHandler.emit(self, record))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in logging
+        """Raise the error of the file to emit(); logging would print it with every record."""
+        if isinstance(error := sys.exc_info()[1], OSError):
+            raise error
+        super().handleError(record)
+
+    def close(self) -> None:
+        self._switch.close(lambda: logging.FileHandler.close(self))
+
+
 def _log_to(path: Path) -> logging.FileHandler:
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("oktopk").addHandler(handler)
     return handler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -28,11 +29,13 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def ask(
-    server: Server, path: str, method: str = "GET", host: str | None = None
+    server: Server, path: str, method: str = "GET", host: str | None = None, token: str | None = None
 ) -> tuple[int, bytes, dict[str, str]]:
+    """Ask for a path below the token, that of the server unless told otherwise."""
     connection = http.client.HTTPConnection(LOOPBACK, server.port, timeout=60)
     try:
-        connection.request(method, path, headers={} if host is None else {"Host": host})
+        whole = f"/{server.token}{path}" if token is None else f"{token}{path}"
+        connection.request(method, whole, headers={} if host is None else {"Host": host})
         answer = connection.getresponse()
         return answer.status, answer.read(), dict(answer.getheaders())
     finally:
@@ -47,6 +50,29 @@ def test_the_page_and_its_state_and_nothing_else(server: Server, tmp_path: Path)
     assert headers["Cache-Control"] == "no-store"
     for path in ("/metrics.jsonl", "/../config.toml", "/%2e%2e/", f"/{tmp_path}/plan.json", "/page.js"):
         assert ask(server, path)[0] == 404, path
+
+
+def test_who_does_not_know_the_token_is_refused(server: Server, tmp_path: Path) -> None:
+    right = server.token
+    assert server.url == f"http://127.0.0.1:{server.port}/{right}/"
+    assert len(right) >= 22  # 128 bits
+    wrong = (
+        "",
+        "/",
+        "/x",
+        f"/{right[:-1]}",
+        f"/{right}x",
+        f"/{right.swapcase()}",
+        f"/x/{right}",
+        "/%C3%A4",
+    )
+    for token in wrong:
+        for path in ("/", "/state.json", "/state.json?since=x", f"/?token={right}"):
+            status, body, _ = ask(server, path, token=token)
+            assert (status, b"oktopk report printed" in body) == (403, True), (token, path)
+    with served(tmp_path) as other:
+        assert other.token != right
+        assert ask(other, "/state.json", token=f"/{right}")[0] == 403
 
 
 def test_get_only(server: Server) -> None:
@@ -86,7 +112,7 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     with child:
         try:
             assert child.stdout is not None
-            assert "http://127.0.0.1:" in child.stdout.readline()
+            assert re.search(r"http://127\.0\.0\.1:\d+/[-\w]{22} ", child.stdout.readline().replace("/ ", " "))
             child.send_signal(signal.SIGINT)
             assert child.wait(240) == 0
             assert child.stderr is not None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.comm import run_threads
-from oktopk.train.checkpoint.snapshot import CheckpointError, ModelIdentity, Snapshot
+from oktopk.train.checkpoint.snapshot import ModelIdentity, Snapshot
 from oktopk.train.checkpoint.storage import Checkpoints
 from oktopk.train.checkpoint.weights import load_weights
 from oktopk.train.config.options import ConfigError
@@ -57,19 +57,42 @@ def save_run(run: Path, step: int, model: nn.Module) -> None:
     run_threads(2, lambda comm: checkpoints.save(comm, Snapshot(step, 0, shared, own)))
 
 
+@pytest.mark.parametrize("step", [10, 100_000_000])
 def test_pretrain_from_a_run_takes_its_newest_weights_and_statistics(
-    tmp_path: Path, trained: SpeechLSTM, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: SpeechLSTM, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
+    """The greatest step, not the last name."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    save_run(tmp_path, 9, tiny())
-    save_run(tmp_path, 10, trained)
+    save_run(tmp_path, step - 1, tiny())
+    save_run(tmp_path, step, trained)
     model = tiny()
     load_weights(model, tmp_path)
     assert_same(model, trained)
-    manifest = tmp_path / "checkpoints" / "step-00000010" / "manifest.json"
+    manifest = tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json"
     manifest.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with pytest.raises(ConfigError, match=r"--pretrain .*manifest\.json"):
         load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["shared.pt", "rank-0000.pt"])
+@pytest.mark.parametrize("given", [".", "checkpoints", "checkpoints/step-00000010", "file"])
+def test_pretrain_refuses_a_run_with_one_flipped_bit(
+    tmp_path: Path, trained: SpeechLSTM, monkeypatch: pytest.MonkeyPatch, name: str, given: str
+) -> None:
+    """Of the tensors themselves, which torch.load takes as they are."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    save_run(tmp_path, 10, trained)
+    file = tmp_path / "checkpoints" / "step-00000010" / name
+    content = bytearray(file.read_bytes())
+    tensor = dict(trained.named_parameters() if name == "shared.pt" else trained.named_buffers())
+    place = content.index(next(iter(tensor.values())).detach().numpy().tobytes())
+    content[place + 2] ^= 1
+    file.write_bytes(content)
+    model, before = tiny(), tiny()
+    path = file if given == "file" else tmp_path / given
+    with pytest.raises(ConfigError, match=rf"--pretrain .*step-00000010.*{name} is damaged: its digest"):
+        load_weights(model, path)
+    assert_same(model, before)
 
 
 class Bomb:

@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_no_member_of_any_kind_leads_out(tmp_path: Path) -> None:
 
 def test_a_member_without_end_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes of an archive can be any number of zeros: packed, or as a file with holes."""
-    monkeypatch.setattr(an4, "_LARGEST", 10**5)
+    monkeypatch.setattr(an4, "_LIMITS", replace(an4._LIMITS, file_bytes=10**5))
 
     def harm(archive: tarfile.TarFile) -> None:
         add(archive, "an4/wav/x/zeros.sph", bytes(10**6))
@@ -139,6 +140,129 @@ def test_a_member_without_end_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
         "an4/wav/x/holes.sph",
     ]
     assert summary.train.written == 1
+
+
+def zeros(archive: tarfile.TarFile) -> None:
+    """192 MiB in members that nobody would miss."""
+    for number in range(6):
+        add(archive, f"zeros{number}.txt", bytes(2**25))
+
+
+def files_without_end(archive: tarfile.TarFile) -> None:
+    """192 MiB in files that would be unpacked."""
+    for number in range(48):
+        add(archive, f"an4/wav/x/{number}.sph", bytes(2**22))
+
+
+def empty_files(archive: tarfile.TarFile) -> None:
+    for number in range(2**15):
+        add(archive, f"an4/wav/x/{number}.sph", b"")
+
+
+def long_header(archive: tarfile.TarFile) -> None:
+    add(archive, "a", b"", pax_headers={"comment": "x" * 2**17})
+
+
+def global_headers(archive: tarfile.TarFile) -> None:
+    """Each member would get a copy of a million fields."""
+    for number in range(200):
+        fields = {f"{number}.{key}": "" for key in range(500)}
+        assert archive.fileobj is not None
+        archive.fileobj.write(tarfile.TarInfo.create_pax_global_header(fields))
+    for number in range(200):
+        add(archive, f"{number}", b"", pax_headers={"a": "b"})
+
+
+def nested_headers(archive: tarfile.TarFile) -> None:
+    """A long name of a long name of …: tarfile reads each inside the one before."""
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 1
+    assert archive.fileobj is not None
+    archive.fileobj.write((header.tobuf() + bytes(tarfile.BLOCKSIZE)) * 5000)
+
+
+BOMBS = {
+    "zeros": (zeros, "expand to more than 16,777,216; the limit is 100 times its size"),
+    "files": (files_without_end, "expand to more than 16,777,216; the limit is 100 times its size"),
+    "empty files": (empty_files, r"more than 20,000 members|expand to more than"),
+    "long header": (long_header, "a header of 131,[0-9]+ bytes; the limit is 65,536"),
+    "global headers": (global_headers, "more than 100 global header fields, which is the limit"),
+    "nested headers": (nested_headers, "incomplete or damaged tar archive"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("kind", IMPORTS)
+def test_a_small_archive_that_expands_is_refused(tmp_path: Path, kind: str, bomb: str) -> None:
+    """By a sentence that says the limit, with nothing left on the disk. Version 0.1 was not done after minutes."""
+    files, importing = IMPORTS[kind]
+    harm, sentence = BOMBS[bomb]
+    archive = tmp_path / "a.tar.bz2"
+    with tarfile.open(archive, "w:bz2", compresslevel=9) as out:
+        harm(out)
+        for name, content in files().items():
+            add(out, name, content)
+    assert archive.stat().st_size < 150_000
+    with pytest.raises(DataError, match=sentence) as refused:
+        importing(archive, tmp_path / "out")  # type: ignore[operator]
+    assert str(archive) in str(refused.value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path != archive]
+
+
+def test_sparse_files_are_left_out(tmp_path: Path) -> None:
+    """A hundred of them would be gigabytes of holes, none of which is read from the archive."""
+
+    def harm(archive: tarfile.TarFile) -> None:
+        for number in range(100):
+            holes = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**26), "GNU.sparse.numblocks": "1"}
+            add(archive, f"an4/wav/x/holes{number}.sph", b"", pax_headers=holes)
+
+    (tmp_path / "a.tar").write_bytes(packed(corpus(), more=harm))
+    summary = import_an4(tmp_path / "a.tar", tmp_path / "out")
+    assert len(summary.problems) == 100
+    assert summary.train.written == summary.val.written == 1
+
+
+def test_a_corpus_of_endless_silence_is_refused(tmp_path: Path) -> None:
+    """An hour of silence as FLAC is a few kilobytes; as wav it is 115 MB."""
+    soundfile = pytest.importorskip("soundfile", reason="writes FLAC")
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(3000 * 16_000, dtype=np.int16), 16_000, format="FLAC")
+    files = corpus()
+    for number in range(20):
+        files["an4/etc/an4_train.fileids"] += f"x/b{number}\n".encode()
+        files["an4/etc/an4_train.transcription"] += f"NO (b{number})\n".encode()
+        files[f"an4/wav/x/b{number}.wav"] = out.getvalue()
+    (tmp_path / "a.tar").write_bytes(packed(files))
+    with pytest.raises(DataError, match="60,000 seconds of sound by its headers; the limit is 36,000"):
+        import_an4(tmp_path / "a.tar", tmp_path / "out")
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_a_list_without_end_is_refused(tmp_path: Path) -> None:
+    files = corpus()
+    files["an4/etc/an4_train.fileids"] += b"a\n" * 10**5
+    (tmp_path / "a.tar").write_bytes(packed(files))
+    with pytest.raises(DataError, match=r"an4_train\.fileids: 100,001 lines; the limit is 100,000"):
+        import_an4(tmp_path / "a.tar", tmp_path / "out")
+
+
+def test_an_image_of_another_size_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import PIL.Image
+
+    out = io.BytesIO()
+    PIL.Image.new("1", (9000, 9000)).save(out, "PNG")
+    files = {**images(), f"train/{CLASSES[0]}/large.png": out.getvalue()}
+    (tmp_path / "a.tar").write_bytes(packed(files))
+    decoded: list[tuple[int, int]] = []
+    convert = PIL.Image.Image.convert
+    monkeypatch.setattr(
+        PIL.Image.Image, "convert", lambda self, *a: decoded.append(self.size) or convert(self, *a)
+    )
+    summary = import_cifar(tmp_path / "a.tar", tmp_path / "out")
+    assert [problem.what for problem in summary.problems] == ["9000×9000 pixels instead of 32×32"]
+    assert set(decoded) == {(32, 32)}
 
 
 @pytest.mark.parametrize(

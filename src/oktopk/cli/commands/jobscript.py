@@ -18,6 +18,7 @@ from oktopk.errors import OkTopkError
 from oktopk.tools.jobscript import SCHEDULERS, Job, JobError, render
 from oktopk.train.config.options import OPTIONS
 from oktopk.train.config.origins import DEFAULT, ResolvedConfig, resolve
+from oktopk.utils.files import atomic_path
 
 from ..errors import print_error
 from ..options import add_config, add_option, collect_options
@@ -128,6 +129,6 @@ def _write(path: Path, text: str) -> None:
     """Write the script unless another one is there: the user may have edited it."""
     if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
         raise JobError(f"{path} exists and differs: remove it, or pass another --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    os.chmod(path, 0o755)
+    with atomic_path(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+        os.chmod(draft, 0o755)

@@ -2,7 +2,8 @@
 
     oktopk report runs/NAME -o report.html        one run
     oktopk report runs/A runs/B SWEEP -o all.html compare runs, and all runs of a sweep
-    oktopk report --live runs/NAME                follow a running job in a browser on this machine
+    oktopk report --live runs/NAME                follow a running job in a browser on this machine, at the
+                                                  address it prints: requests without its token are refused
 
 The page begins with answers: when the sparse phase started, the density, the bytes sent compared with dense and
 with the bounds of 6k and 2k words, where step time went, and how much communication overlapped with backward.
@@ -29,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folder of a run or a sweep")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"output file (default: {DEFAULT_PAGE})")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of writing a page")
-    parser.add_argument("--live", action="store_true", help="serve the page on 127.0.0.1 until Ctrl-C")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="serve the page on 127.0.0.1, at an address with a random token, until Ctrl-C",
+    )
     parser.add_argument("--port", type=_port, metavar="N", help="port for --live (default: a free one)")
 
 

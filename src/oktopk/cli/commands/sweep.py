@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from oktopk.tools.tables import format_table
 from oktopk.train.config.options import OPTIONS, ConfigError, parse
 from oktopk.train.config.origins import resolve
 from oktopk.train.launch import detect_rank
+from oktopk.utils.files import make_folder
+from oktopk.utils.locks import FolderLock
 
 from ..errors import print_error
 from ..options import collect_options
@@ -66,6 +69,13 @@ def run(options: argparse.Namespace) -> int:
 def _sweep(options: argparse.Namespace, runs: Sequence[tool.Run]) -> int:
     passed_on = [*(["--ranks", options.ranks] if options.ranks else []), *options.options]
     _check_same(options.out, passed_on)
+    make_folder(options.out)
+    with closing(FolderLock(options.out)):
+        return _sweep_locked(options, runs, passed_on)
+
+
+def _sweep_locked(options: argparse.Namespace, runs: Sequence[tool.Run], passed_on: list[str]) -> int:
+    _check_same(options.out, passed_on)  # again: another sweep may have come and gone since
     log, handler = logging.getLogger(tool.__name__), logging.StreamHandler(sys.stderr)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -94,7 +104,7 @@ def _check(options: argparse.Namespace) -> None:
     add_train_arguments(parser)
     parsed = parser.parse_args(options.options)
     chosen = collect_options(parsed)
-    for name in (*SET_BY_SWEEP, "resume", "json"):
+    for name in (*SET_BY_SWEEP, "resume", "override", "json"):
         if name in chosen or (name not in OPTIONS and getattr(parsed, name)):
             raise ConfigError(f"--{name} after --: the sweep sets it for each run; see oktopk sweep --help")
     resolved = resolve(chosen | ({"ranks": options.ranks} if options.ranks else {}), os.environ, parsed.config)

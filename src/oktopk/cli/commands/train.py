@@ -23,7 +23,7 @@ from pathlib import Path
 from oktopk.errors import OkTopkError
 from oktopk.train.collective_errors import is_collective, mark_collective
 from oktopk.train.config.options import OPTIONS, ConfigError
-from oktopk.train.config.origins import ResolvedConfig, resolve
+from oktopk.train.config.origins import ResolvedConfig, find_differences, resolve
 from oktopk.train.console import ProgressBarHandler
 from oktopk.train.launch import STARTED_BY_RANKS, RankInfo, check_world, detect_rank, run_ranks
 from oktopk.train.run import BAD_INPUT, train
@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=AUTO,
         metavar="RUN",
         help="resume the run in this folder; without a folder: the run in --out, if there is one",
+    )
+    parser.add_argument(
+        "--override",
+        action="store_true",
+        help="resume with other options than the run has; length, output and ranks may always differ",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the final results as JSON; the log goes to stderr"
@@ -114,9 +119,26 @@ def _resolve(options: argparse.Namespace) -> tuple[ResolvedConfig, bool]:
             raise ConfigError(f"--resume {folder}: no run found (no {CONFIG})")
     else:
         found = False
-    if found and config is None:
-        config = str(Path(folder) / CONFIG)
-    return resolve(chosen, os.environ, config), found
+    if not found:
+        if options.override and options.resume is None:
+            raise ConfigError("--override needs --resume")
+        return resolve(chosen, os.environ, config), False
+    saved = str(Path(folder) / CONFIG)
+    resolved = resolve(chosen, os.environ, config or saved)
+    _check_same(Path(folder), find_differences(resolve({}, {}, saved).config, resolved), options.override)
+    return resolved, True
+
+
+def _check_same(folder: Path, differences: list[str], override: bool) -> None:
+    """Refuse to resume a run with other options, or say so if that is wanted."""
+    listed = "; ".join(differences)
+    if differences and not override:
+        raise ConfigError(
+            f"--resume {folder}: other options than the run has: {listed}. Remove them, or continue with them: "
+            "--override"
+        )
+    if differences:
+        log.info("%s continues with other options: %s", folder, listed)
 
 
 def _configure_logging(info: RankInfo, options: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """Sinks for events: memory, JSON lines, CSV, TensorBoard, the trainer's lists, a trace for Perfetto."""
 
-from .base import Sink
+from .base import Sink, as_sink
 from .csvfile import CSVSink
 from .flat import flat_reduction, flat_step
 from .jsonl import JSONLSink
@@ -17,6 +17,7 @@ __all__ = [
     "TensorBoardSink",
     "TraceSink",
     "TrainerLists",
+    "as_sink",
     "flat_reduction",
     "flat_step",
     "merge_traces",

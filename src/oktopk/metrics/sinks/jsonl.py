@@ -58,5 +58,6 @@ class JSONLSink(FileSink):
 
     def add(self, event: str, step: int, row: Mapping[str, Any]) -> None:
         """Write a line of another kind, such as the figures of a validation."""
+        line = encode({"event": event, "step": step, **row}) + "\n"
         with self._lock:
-            self._file.write(encode({"event": event, "step": step, **row}) + "\n")
+            self._switch.run(lambda: self._file.write(line))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..events import SPARSE, StepEvent
@@ -55,6 +55,7 @@ class TensorBoardSink(Sink):
         self.every = every
         writer, self._summary = _tensorboard()
         self._writer = _open(writer, directory, first_step)
+        self._file = _QuietFile.in_place_of(self._writer)
 
     def _write(self, event: StepEvent) -> None:
         if event.step % self.every:
@@ -71,15 +72,56 @@ class TensorBoardSink(Sink):
     def add(self, step: int, scalars: Mapping[str, Value]) -> None:
         """Write other scalars, such as the loss."""
         with self._lock:
-            self._add(step, scalars)
+            self._switch.run(lambda: self._add(step, scalars))
 
     def _add(self, step: int, scalars: Mapping[str, Value]) -> None:
+        self._file.check()
         # One record for all scalars: add_scalar() takes 0.1 ms for each.
         values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in scalars.items() if x is not None]
         self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def _close(self) -> None:
         self._writer.close()
+        self._file.check()
+
+
+class _QuietFile:
+    """Keeps the error of a write for the sink: the writer's own thread would print it and die."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._error: OSError | None = None
+
+    @classmethod
+    def in_place_of(cls, writer: Any) -> _QuietFile:
+        """Take the place of the file of a SummaryWriter."""
+        records = writer.file_writer.event_writer._async_writer._writer
+        records._writer = cls(records._writer)
+        return records._writer  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def write(self, data: bytes) -> None:
+        if self._error is None:  # nothing can be read behind a record that is incomplete
+            self._keep_error(lambda: self._file.write(data))
+
+    def flush(self) -> None:
+        self._keep_error(self._file.flush)
+
+    def close(self) -> None:
+        self._keep_error(self._file.close)
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._file.closed)
+
+    def _keep_error(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            self._error = error
 
 
 def _tensorboard() -> tuple[Any, Any]:

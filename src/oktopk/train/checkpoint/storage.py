@@ -98,13 +98,20 @@ class Checkpoints:
 
     def load(self, comm: Communicator) -> Snapshot:
         """Load the newest checkpoint that all ranks can read; warns about those it skips."""
-        step, skipped = None, 0
+        step, skipped = None, list[str]()
         while (step := self._newest(comm, step)) is not None:
-            if (snapshot := self._try_load(comm, step)) is not None:
-                return snapshot
-            skipped += 1
+            found = self._try_load(comm, step)
+            if isinstance(found, Snapshot):
+                for problem in skipped if comm.rank == 0 else ():
+                    _log.warning("skipping checkpoint %s/%s", self.folder, problem)
+                return found
+            skipped.append(f"{self._folder(step).name}: {found}")
+        listed = f" can be used ({'; '.join(skipped)})" if skipped else ""
         raise mark_collective(
-            CheckpointError(f"no checkpoint in {self.folder} can be read by all ranks; {skipped} were skipped")
+            CheckpointError(
+                f"no checkpoint in {self.folder}{listed}: copy an intact one back, or remove that folder to start "
+                "again at step 0"
+            )
         )
 
     # Saving.
@@ -146,9 +153,10 @@ class Checkpoints:
         found = _gather_results(comm, f"{self.folder} cannot be listed", find)
         return max((step for step in found if step is not None), default=None)
 
-    def _try_load(self, comm: Communicator, step: int) -> Snapshot | None:
-        """Load the checkpoint if every rank can read it."""
-        folder, read = self._folder(step), None
+    def _try_load(self, comm: Communicator, step: int) -> Snapshot | str:
+        """Load the checkpoint if every rank can read it; otherwise return the reason."""
+        folder = self._folder(step)
+        read: Snapshot | None = None
 
         def attempt() -> dict[str, str | None]:
             nonlocal read
@@ -163,11 +171,10 @@ class Checkpoints:
         if not problems and any(reply["digest"] != replies[0]["digest"] for reply in replies):
             problems = ["ranks see different files"]
         if not problems:
+            assert read is not None
             return read
-        if comm.rank == 0:
-            more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
-            _log.warning("skipping checkpoint %s: %s%s", folder, problems[0], more)
-        return None
+        more = f" (and {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
+        return problems[0] + more
 
     def _read(self, folder: Path, rank: int, world: int) -> tuple[Manifest, Snapshot]:
         manifest = read_manifest(folder)

@@ -196,6 +196,13 @@ class TrainConfig:
 OPTIONS: dict[str, Field[Any]] = {item.name: item for item in fields(TrainConfig)}
 FROM_WORKLOAD = ("dataset", "batch_size", "max_epochs", "momentum", "weight_decay", "clip")
 """Options whose default the workload sets."""
+MAY_DIFFER = (
+    *("max_epochs", "max_steps", "val_every", "pseudo_accuracy", "max_skipped", "sigma_scale"),
+    *("nworkers", "nwpernode", "ranks", "ranks_per_host", "timeout", "out", "save_every", "keep"),
+)
+"""Options that a resumed run may change at will: its length, its output, and its ranks. All others decide what is
+computed.
+"""
 
 
 def parse(name: str, value: Any, origin: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from oktopk.utils.files import read_regular
 
 from ..tasks import WORKLOADS
-from .options import FROM_WORKLOAD, OPTIONS, ConfigError, TrainConfig, parse
+from .options import FROM_WORKLOAD, MAY_DIFFER, OPTIONS, ConfigError, TrainConfig, parse
 
 PREFIX = "OKTOPK_"
 _LARGEST = 1 << 20
@@ -65,6 +65,24 @@ def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: st
             f"{workload.dnn} trains on {workload.dataset}, not on {values['dataset']!r}: remove --dataset"
         )
     return ResolvedConfig(TrainConfig(**values), {name: origins.get(name, DEFAULT) for name in OPTIONS})
+
+
+def find_differences(saved: TrainConfig, now: ResolvedConfig) -> list[str]:
+    """List the options that a resumed run must not change unless told to, with the value in the run and now."""
+    found = []
+    for name, origin in now.origins.items():
+        old, new = getattr(saved, name), getattr(now.config, name)
+        if name not in MAY_DIFFER and _absolute(old) != _absolute(new):
+            found.append(f"{name} is {_shown(old)} in the run, {_shown(new)} now ({origin})")
+    return found
+
+
+def _absolute(value: Any) -> Any:
+    return value.absolute() if isinstance(value, Path) else value
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else str(value)
 
 
 def _describe_origin(origin: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -45,13 +46,18 @@ class Source:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves two paths, to requests for this machine's own name only, so that no other page can read them."""
+    """Serves two paths below a random token, on loopback only.
+
+    Other users of the machine can connect, but do not know the token. Other web pages can send requests, but not
+    under this machine's own name.
+    """
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, folders: Sequence[Path], port: int = 0) -> None:
         self.source = Source(folders)
+        self.token = secrets.token_urlsafe(16)
         super().__init__((LOOPBACK, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -63,7 +69,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}/"
+        return f"http://{LOOPBACK}:{self.port}/{self.token}/"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -77,8 +83,13 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.MISDIRECTED_REQUEST, "open this page by the address that oktopk report printed\n"
             )
         path, _, query = self.path.partition("?")
-        makers: dict[str, Callable[[str], None]] = {"/": self._page, "/state.json": self._state}
-        maker = makers.get(path)
+        token, _, name = path.removeprefix("/").partition("/")
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            return self._answer(
+                HTTPStatus.FORBIDDEN, "open this page by the whole address that oktopk report printed\n"
+            )
+        makers: dict[str, Callable[[str], None]] = {"": self._page, "state.json": self._state}
+        maker = makers.get(name) if path.count("/") == 2 else None
         if maker is None:
             return self._answer(HTTPStatus.NOT_FOUND, "not found: only the report is here\n")
         try:
@@ -120,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
             "Cross-Origin-Resource-Policy": "same-origin",
         }
         for name, value in (fixed | headers).items():
@@ -129,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        log.debug(format, *args)
+        """Log nothing: requests have the token in them."""
 
 
 def serve(folders: Sequence[Path], port: int, announce: Callable[[str], None]) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-import lzma
 import os
-import tarfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +15,7 @@ from numpy.typing import NDArray
 
 from oktopk.utils.files import read_regular, write_atomically
 
+from ..archive import Limits, read_members
 from ..problems import DataError, Problem, format_problems
 from .dataset import InMemoryImages, Scale
 from .folders import ENDINGS, pixels_of, read_rgb
@@ -31,8 +29,7 @@ TEST_FILE = "test_batch.bin"
 FOLDER = "cifar-10-batches-bin"
 _SIDE = 32
 _RECORD = 1 + 3 * _SIDE * _SIDE  # the label, then red, green and blue row by row
-_LARGEST = 1 << 20  # no picture of 32×32 has a megabyte
-_SMALLEST = 32  # tarfile fails on a truncated gzip header
+_LIMITS = Limits(file_bytes=1 << 20, total_bytes=1 << 30, headers=200_000)  # of 60,000 images, a kilobyte each
 
 Images: TypeAlias = NDArray[np.uint8]  # [n, 3, 32, 32]
 Labels: TypeAlias = NDArray[np.int64]  # [n]
@@ -160,10 +157,7 @@ def _records(images: Images, labels: Labels) -> NDArray[np.uint8]:
 
 
 def _decode(entry: _Entry) -> NDArray[np.uint8]:
-    image = read_rgb(io.BytesIO(entry.content), entry.name)
-    if image.size != (_SIDE, _SIDE):
-        raise DataError(f"{entry.name}: {image.size[0]}×{image.size[1]} pixels instead of {_SIDE}×{_SIDE}")
-    return pixels_of(image)
+    return pixels_of(read_rgb(io.BytesIO(entry.content), entry.name, (_SIDE, _SIDE)))
 
 
 def _arrays(rows: Sequence[tuple[NDArray[np.uint8], int]]) -> tuple[Images, Labels]:
@@ -176,29 +170,19 @@ def _entries(source: Path, problems: list[Problem]) -> list[_Entry]:
         return list(_from_folder(source, problems))
     if not source.is_file():
         raise DataError(f"{source}: no such archive or folder")
-    try:
-        return list(_from_archive(source, problems))
-    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        raise DataError(f"{source}: incomplete or damaged tar archive: {error}") from error
+    return list(_from_archive(source, problems))
 
 
 def _from_archive(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
-    """Read the archive in one pass, because xz cannot seek. Nothing is unpacked, so names are harmless."""
-    if source.stat().st_size < _SMALLEST:
-        raise tarfile.ReadError("truncated")
-    with tarfile.open(source, "r|*") as archive:
-        for member in archive:
-            place = None if member.isdir() else _split_and_label(member.name, problems)
-            if place is None:
-                continue
-            content = archive.extractfile(member) if member.isreg() and member.size <= _LARGEST else None
-            if content is None:
-                problems.append(Problem(member.name, f"not a regular file of at most {_LARGEST:,} bytes"))
-                continue
-            yield _Entry(member.name, *place, content.read())
-        # tarfile takes a truncated or missing header for the end; a real end is a block of zeros.
-        if archive.fileobj is None or archive.fileobj.tell() < archive.offset + tarfile.BLOCKSIZE:
-            raise tarfile.ReadError("truncated")
+    """Nothing is unpacked, so names are harmless."""
+    for member in read_members(source, _LIMITS, ENDINGS):
+        place = _split_and_label(member.name, problems)
+        if place is None:
+            continue
+        if member.content is None:
+            problems.append(Problem(member.name, f"not a regular file of at most {_LIMITS.file_bytes:,} bytes"))
+        else:
+            yield _Entry(member.name, *place, member.content)
 
 
 def _from_folder(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
@@ -207,7 +191,7 @@ def _from_folder(source: Path, problems: list[Problem]) -> Iterator[_Entry]:
         if place is None:
             continue
         try:
-            yield _Entry(str(path), *place, read_regular(path, _LARGEST))
+            yield _Entry(str(path), *place, read_regular(path, _LIMITS.file_bytes))
         except OSError as error:
             problems.append(Problem(str(path), error.strerror or str(error)))
 

@@ -172,9 +172,14 @@ def image_size(path: Path) -> tuple[int, int]:
         return int(image.size[0]), int(image.size[1])
 
 
-def read_rgb(file: Path | BinaryIO, name: str | None = None) -> Any:
-    """Decode to a Pillow image with three channels; a DataError starts with the name of the file."""
+def read_rgb(file: Path | BinaryIO, name: str | None = None, size: tuple[int, int] | None = None) -> Any:
+    """Decode to a Pillow image with three channels; a DataError starts with the name of the file.
+
+    With `size`, an image of any other is refused before it is decoded: a kilobyte can be a hundred million pixels.
+    """
     with _open(file, name or str(file)) as image:
+        if size is not None and image.size != size:
+            raise DataError("{}×{} pixels instead of {}×{}".format(*image.size, *size))
         if "transparency" in image.info:
             image = image.convert("RGBA")
         return image.convert("RGB")

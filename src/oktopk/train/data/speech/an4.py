@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import lzma
 import os
-import shutil
-import tarfile
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +12,10 @@ from pathlib import Path, PurePosixPath
 
 from oktopk.utils.files import atomic_path, read_regular
 
+from ..archive import Limits, read_members
 from ..problems import DataError, Problem, format_problems
 from . import labels
-from .audio import SAMPLE_RATE, read_samples, write_samples
+from .audio import SAMPLE_RATE, inspect, read_samples, write_samples
 from .manifest import TRAIN_MANIFEST, VAL_MANIFEST, write_manifest
 
 log = logging.getLogger(__name__)
@@ -26,10 +23,12 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with the number of utterances done and the total."""
 
-_DAMAGED = (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError)
 _ENDINGS = (".sph", ".wav")
-_LARGEST = 1 << 27
-"""Largest file in the archive, in bytes: more than an hour of sound. A small archive can expand to any size."""
+_LIMITS = Limits(file_bytes=1 << 27, total_bytes=1 << 30, headers=20_000)
+"""Ten times what AN4 has; a file may have more than an hour of sound."""
+_MOST_SECONDS = 36_000
+"""Of all utterances: a few kilobytes of FLAC can hold an hour. AN4 has 2,900."""
+_LARGEST_LIST, _MOST_LINES = 1 << 24, 100_000
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ def import_an4(
     with _open_source(source, destination, problems) as folder:
         root = _root(folder, source)
         lists = [list(_entries(root, split.list_name, problems)) for split in splits]
+        _check_length(source, [entry for entries in lists for entry in entries])
         listed = [len(_read_list(root, f"{split.list_name}.fileids")) for split in splits]
         tick = _make_ticker(progress, sum(map(len, lists)))
         lengths = [
@@ -130,6 +130,20 @@ def _convert_all(
                     draft.write_text(entry.text + "\n", encoding="utf-8")
         tick()
     return lengths
+
+
+def _check_length(source: Path, entries: list[_Entry]) -> None:
+    """Refuse a corpus that would fill the disk, before anything is written."""
+    seconds = 0.0
+    for entry in entries:
+        try:
+            seconds += inspect(entry.sound).seconds
+        except DataError:  # reported when the file is converted
+            continue
+    if seconds > _MOST_SECONDS:
+        raise DataError(
+            f"{source}: {seconds:,.0f} seconds of sound by its headers; the limit is {_MOST_SECONDS:,}"
+        )
 
 
 def _make_ticker(progress: Progress | None, total: int) -> Callable[[], None]:
@@ -208,10 +222,13 @@ def _parse_transcript(line: str) -> tuple[str, str]:
 def _read_list(root: Path, name: str) -> list[str]:
     path = root / "etc" / name
     try:
-        text = read_regular(path, _LARGEST).decode("utf-8")
-        return [line.strip() for line in text.splitlines() if line.strip()]
+        text = read_regular(path, _LARGEST_LIST).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot read the list: {error}") from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > _MOST_LINES:
+        raise DataError(f"{path}: {len(lines):,} lines; the limit is {_MOST_LINES:,}")
+    return lines
 
 
 def _root(folder: Path, source: Path) -> Path:
@@ -232,10 +249,7 @@ def _open_source(source: Path, destination: Path, problems: list[Problem]) -> It
         raise DataError(f"{source}: no such archive or folder")
     destination.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=destination) as name:
-        try:
-            _unpack(source, Path(name), problems)
-        except _DAMAGED as error:
-            raise DataError(f"{source}: incomplete or damaged tar archive: {error}") from error
+        _unpack(source, Path(name), problems)
         try:
             yield Path(name)
         except DataError as error:  # the temporary folder is gone when the user reads this
@@ -243,23 +257,17 @@ def _open_source(source: Path, destination: Path, problems: list[Problem]) -> It
 
 
 def _unpack(source: Path, folder: Path, problems: list[Problem]) -> None:
-    """Unpack the regular files that stay inside the folder, in one pass, because xz cannot seek."""
-    with tarfile.open(source, "r|*") as archive:
-        for member in archive:
-            if member.isdir() or not member.name.endswith((*_ENDINGS, ".fileids", ".transcription")):
-                continue
-            if not _is_inside(member.name):
-                problems.append(Problem(str(source), f"{member.name!r} points outside the archive"))
-                continue
-            content = archive.extractfile(member) if member.isreg() and member.size <= _LARGEST else None
-            if content is None:
-                what = f"{member.name!r} is not a regular file of at most {_LARGEST:,} bytes"
-                problems.append(Problem(str(source), what))
-                continue
+    """Unpack the regular files that stay inside the folder."""
+    for member in read_members(source, _LIMITS, (*_ENDINGS, ".fileids", ".transcription")):
+        if not _is_inside(member.name):
+            problems.append(Problem(str(source), f"{member.name!r} points outside the archive"))
+        elif member.content is None:
+            what = f"{member.name!r} is not a regular file of at most {_LIMITS.file_bytes:,} bytes"
+            problems.append(Problem(str(source), what))
+        else:
             path = folder / member.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with content, open(path, "wb") as file:
-                shutil.copyfileobj(content, file)
+            path.write_bytes(member.content)
 
 
 def _is_inside(name: str) -> bool:
