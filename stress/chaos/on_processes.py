@@ -31,6 +31,7 @@ from stress.chaos.process_cases import (
     NOTICED,
     PATIENT,
     SETTINGS,
+    WITH_CHILDREN,
     Setting,
     fault_of,
     harmless,
@@ -88,14 +89,14 @@ def examine(number: int, settings: Sequence[str]) -> Verdict:
         reports = run(SETTINGS[name], job, fault)
     except Bad as bad:
         return Verdict(number, kind, bad.went, f"{bad}{told}")
-    late = lateness(fault, reports, 0.0 if fault.kind in FORKS else timeout_of(fault))
+    late = lateness(fault, reports, timeout_of(fault))
     if SETTINGS[name].relay == GLOO:
         went, what = judge_sums(job, fault, expected, reports, harmless(fault))
     else:
         nameable = name != "lab" or fault.rank != 0  # with host 0 goes the store that ranks leave notes in
         went, what = judge(job, fault, expected, reports, harmless(fault), nameable)
-    if fault.kind in FORKS and went == ENDED and late > NOTICED:
-        went, what = WRONG, f"noticed after {late:.1f} s only"
+    if fault.kind in FORKS and went == ENDED and late + WITH_CHILDREN > NOTICED:
+        went, what = WRONG, f"noticed after {late + WITH_CHILDREN:.1f} s only"
     worlds.wait_until(lambda: not _new_since(before), 10)
     if left := _new_since(before):
         went, what = LEAK, f"still there: {left}"
