@@ -162,7 +162,7 @@ def run(setting: Setting, job: Job, fault: Fault | None) -> list[Report]:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         signs = Path(directory)
         lab = stack.enter_context(Lab(job.world)) if setting.transport == "lab" else None
-        relay = stack.enter_context(Relay()) if setting.relay else None
+        relay = stack.enter_context(Relay(signs)) if setting.relay else None
         way = (setting.relay, relay.port) if setting.relay and relay else None
         ranks = stack.enter_context(
             _start(setting.transport, lab, Orders(job, fault, timeout, signs, setting.transport == "gloo", way))

@@ -19,7 +19,8 @@ from stress.chaos.children import beside
 from stress.chaos.faults import Acts, Fault, Faulty, burn
 from stress.chaos.jobs import Report, take_part
 from stress.chaos.process_cases import DEATHS, LINKS, MESH
-from stress.chaos.relay import BYTE_FAULTS, gloo_through_relay, through_relay
+from stress.chaos.relay import BYTE_FAULTS
+from stress.chaos.relayed import gloo_through_relay, through_relay
 from tests.support import worlds
 
 PATIENCE = 30.0

@@ -2,8 +2,7 @@
 
     rank 2 ──► relay ──► rank 0        each connection has a thread of the relay
 
-In the process of a rank, `through_relay` sends the connections for messages this way, and `gloo_through_relay`
-those of gloo. The relay runs in the process that judges, so that it outlives every rank.
+It runs in the process that judges, so that it outlives every rank; `relayed` has the part of the ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
-
-import torch.distributed as dist
 
 HARMLESS = ("late bytes", "split bytes")
 BYTE_FAULTS = (
@@ -56,9 +52,14 @@ class Ended(Exception):
 
 
 class Relay:
-    """Listens on loopback until it is closed."""
+    """Listens on loopback until it is closed.
 
-    def __init__(self) -> None:
+    Args:
+        folder: Where ranks note which port they connect from.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.strike: Strike | None = None
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self._threads: list[threading.Thread] = []
@@ -106,19 +107,18 @@ class Relay:
                 self._start(serve, listener.accept()[0], *args)
 
     def _greet(self, link: socket.socket) -> None:
-        """A rank says what it wants: a connection to another one, or a port that leads to itself."""
-        asked = json.loads(_line(link))
+        """Tell a rank the port that leads to where it listens; who connects there, only ranks of the mesh say."""
+        asked = json.loads(read_line(link))
         target = asked["host"], asked["port"]
-        if "peer" in asked:
-            self._connect(link, target, (asked["rank"], asked["peer"]))
-            return
         listener = _listen_beside(*target)
-        self._start(self._accept_all, listener, self._connect, target, ANY)
+        self._start(self._accept_all, listener, self._connect, target, asked["rank"])
         with link:
             link.sendall(f"{listener.getsockname()[1]}\n".encode())
 
-    def _connect(self, link: socket.socket, target: tuple[str, int], ranks: Link | None) -> None:
+    def _connect(self, link: socket.socket, target: tuple[str, int], rank: int | None) -> None:
         try:
+            note = self.folder / f"source {link.getpeername()[1]}"
+            ranks = ANY if rank is None else (int(note.read_text()), rank)
             other = socket.create_connection(target, 20)
         except OSError:  # the rank is gone; so is the connection to it
             link.close()
@@ -188,7 +188,7 @@ def _listen_beside(host: str, port: int) -> socket.socket:
     raise OSError(f"no free port beside {port}")
 
 
-def _line(link: socket.socket) -> bytes:
+def read_line(link: socket.socket) -> bytes:
     said = b""
     while not said.endswith(b"\n"):
         more = link.recv(1)
@@ -196,68 +196,3 @@ def _line(link: socket.socket) -> bytes:
             raise ConnectionError("no whole line")
         said += more
     return said
-
-
-# In the process of a rank.
-
-
-@contextlib.contextmanager
-def through_relay(rank: int, port: int, folder: Path) -> Iterator[None]:
-    """Whatever Python connects to other ranks of this folder goes through the relay at that port."""
-    connect, serve = socket.create_connection, socket.create_server
-
-    def create_server(*args: Any, **options: Any) -> socket.socket:
-        listener = serve(*args, **options)
-        (folder / f"port {listener.getsockname()[1]}").write_text(str(rank))
-        return listener
-
-    def create_connection(address: tuple[str, int], *args: Any, **options: Any) -> socket.socket:
-        known = folder / f"port {address[1]}"
-        if not known.exists():
-            return connect(address, *args, **options)
-        link = connect(("127.0.0.1", port), *args, **options)
-        asked = {"rank": rank, "peer": int(known.read_text()), "host": address[0], "port": address[1]}
-        link.sendall(json.dumps(asked).encode() + b"\n")
-        return link
-
-    with (
-        mock.patch.object(socket, "create_server", create_server),
-        mock.patch.object(socket, "create_connection", create_connection),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def gloo_through_relay(port: int) -> Iterator[None]:
-    """gloo groups that are made in this block find each other through the relay at that port."""
-    make = dist.ProcessGroupGloo
-
-    def made(store: Any, *args: Any) -> Any:
-        return make(RelayedStore(store, port), *args)
-
-    with mock.patch.object(dist, "ProcessGroupGloo", made):
-        yield
-
-
-class RelayedStore(dist.Store):
-    """gloo leaves its address here: length and name of the host, length and bytes of a struct sockaddr_in."""
-
-    def __init__(self, inner: Any, relay: int) -> None:
-        super().__init__()
-        self.inner, self.relay = inner, relay
-
-    def set(self, key: str, value: bytes) -> None:
-        (name,) = struct.unpack_from("<Q", value)
-        place = 8 + name + 8
-        family, port, host = struct.unpack_from("!2sH4s", value, place)
-        assert family == b"\x02\x00", "not an IPv4 address"
-        with socket.create_connection(("127.0.0.1", self.relay)) as link:
-            link.sendall(json.dumps({"host": socket.inet_ntoa(host), "port": port}).encode() + b"\n")
-            port = int(_line(link))
-        self.inner.set(key, value[: place + 2] + struct.pack("!H", port) + value[place + 4 :])
-
-    def get(self, key: str) -> bytes:
-        return bytes(self.inner.get(key))
-
-    def wait(self, keys: Sequence[str], *timeout: Any) -> None:
-        self.inner.wait(keys, *timeout)
