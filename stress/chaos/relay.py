@@ -28,6 +28,8 @@ ANY = None
 """In place of a link: whichever has something to pass on. gloo does not tell who connects."""
 Link = tuple[int, int]
 """From which rank to which one."""
+_serve = socket.create_server
+"""As it is without `relayed`, which the tests use in the same process."""
 _CHUNK = 1 << 16
 _SINGLE = 64
 """So many bytes are passed on one by one."""
@@ -61,7 +63,7 @@ class Relay:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.strike: Strike | None = None
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener = _serve(("127.0.0.1", 0), backlog=64)
         self._threads: list[threading.Thread] = []
         self._open: set[socket.socket] = {self._listener}
         self._lock = threading.Lock()
@@ -184,7 +186,7 @@ def _listen_beside(host: str, port: int) -> socket.socket:
     """
     for distance in (256, -256, 512, -512, 768, -768):
         with contextlib.suppress(OSError, OverflowError):
-            return socket.create_server((host, port + distance), backlog=64)
+            return _serve((host, port + distance), backlog=64)
     raise OSError(f"no free port beside {port}")
 
 

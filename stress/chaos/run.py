@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.CRITICAL)  # skipped steps, and the like
     for where, its in numbers.items():
         missing = results.missing(where, its)
+        if not missing:
+            continue
         cases = thread_verdicts(missing) if where == THREADS else process_verdicts(missing, options.settings)
         show(results.kept(where, cases), len(missing), where)
     bad = False
