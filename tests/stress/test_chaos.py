@@ -30,7 +30,6 @@ PROCESS_CASES = [
     ("tcp", 9, "die"),
     ("ddp", 4, "corrupt"),
     ("relay", 2, "corrupt bytes"),
-    ("relay", 6, "connection reset"),
     ("ddp relay", 4, "missing bytes"),
     ("gloo relay", 5, "connection cut"),
     ("fork", 0, "die with a child"),
