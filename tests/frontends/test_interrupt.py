@@ -34,7 +34,9 @@ def test_all_ranks_end_in_order(tmp_path: Path) -> None:
     for rank in range(RANKS):
         said = "".join(log.read_text() for log in sorted(tmp_path.glob(f"logs/*/attempt_0/{rank}/*.log")))
         assert under_way[rank].exists(), said + launcher_said
-        assert said.splitlines()[-1].removeprefix(f"[rank{rank}]: ") == "KeyboardInterrupt", said + launcher_said
+        assert (said.splitlines() or [""])[-1].removeprefix(f"[rank{rank}]: ") == "KeyboardInterrupt", (
+            said + launcher_said
+        )
         assert "terminate called" not in said
     assert not left
 
