@@ -47,7 +47,7 @@ wheel-smoke: $(INSTALLED) ## install the wheel in empty environments, for each P
 	$(BIN)/python -m tests.support.wheel.every_python $(ARGS)
 
 chaos: export OMP_NUM_THREADS := 1
-chaos: $(INSTALLED) ## let ranks fail in thousands of random ways; how many: make chaos ARGS="--threads 200 --processes 10"
+chaos: $(INSTALLED) ## let ranks fail in thousands of random ways; how many: make chaos ARGS="--threads 200 --processes 14"; to go on later: ARGS="--out chaos.jsonl"
 	$(BIN)/python -m stress.chaos.run $(ARGS)
 
 check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,17 +81,27 @@ def fault_of(number: int, moments: Sequence[Sequence[Moment]]) -> Fault:
     """What goes wrong in the case of that number, at one of the moments that the ranks have."""
     chance = random.Random(f"fault {number}")
     kind = chance.choice(MESSAGE_FAULTS + RANK_FAULTS)
-    return Fault(kind, *place(kind, moments, chance), duration(kind, chance), chance.randrange(2**32))
+    wanted = of_a_message if kind in MESSAGE_FAULTS else any_moment
+    return Fault(kind, *place(moments, chance, wanted), duration(kind, chance), chance.randrange(2**32))
 
 
-def place(kind: str, moments: Sequence[Sequence[Moment]], chance: random.Random) -> tuple[int, Moment]:
+def of_a_message(moment: Moment) -> bool:
+    return moment.peer != EVERYBODY
+
+
+def of_a_sum(moment: Moment) -> bool:
+    return moment.peer == EVERYBODY
+
+
+def any_moment(moment: Moment) -> bool:
+    return True
+
+
+def place(
+    moments: Sequence[Sequence[Moment]], chance: random.Random, wanted: Callable[[Moment], bool]
+) -> tuple[int, Moment]:
     """A rank and a moment: each step, phase and rank as likely as the other, however many messages it has."""
-    possible = [
-        (rank, moment)
-        for rank, its in enumerate(moments)
-        for moment in its
-        if kind not in MESSAGE_FAULTS or moment.peer != EVERYBODY
-    ]
+    possible = [(rank, moment) for rank, its in enumerate(moments) for moment in its if wanted(moment)]
     step = chance.choice(sorted({moment.step for _, moment in possible}))
     possible = [one for one in possible if one[1].step == step]
     phase = chance.choice(sorted({moment.phase for _, moment in possible}))

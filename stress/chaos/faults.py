@@ -11,7 +11,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ from torch import Tensor
 
 from oktopk import Communicator
 from oktopk.comm import Operation, Pending
+from oktopk.comm.base import Wrapped
+from oktopk.comm.transport import PendingSum
 
 MESSAGE_FAULTS = ("delay", "drop", "cut", "duplicate", "corrupt")
 RANK_FAULTS = ("slow", "pause", "raise", "die")
@@ -55,17 +56,17 @@ class Death(BaseException):
     """Ends a rank without a word to the others."""
 
 
-def burn(fault: Fault) -> None:
+def burn(fault: Fault, size: int) -> None:
     raise Burned("disk on fire")
 
 
-def die(fault: Fault) -> None:
+def die(fault: Fault, size: int) -> None:
     raise Death
 
 
-Acts = Mapping[str, Callable[[Fault], None]]
+Acts = Mapping[str, Callable[[Fault, int], None]]
 ON_THREADS: Acts = {"raise": burn, "die": die}
-"""What a rank does when its moment has come; on processes it can do more."""
+"""What a rank does at its moment, which is a message or a sum of so many bytes; on processes it can do more."""
 
 
 class _Gone:
@@ -78,7 +79,7 @@ class _Gone:
         return self.message
 
 
-class Faulty(Communicator):
+class Faulty(Wrapped):
     """Wraps any communicator. Who steps tells it the number of the step."""
 
     def __init__(self, inner: Communicator, fault: Fault | None = None, acts: Acts = ON_THREADS) -> None:
@@ -95,7 +96,7 @@ class Faulty(Communicator):
         self._sent_twice: list[Pending] = []  # under way for as long as nobody asks for it
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> Pending:
-        kind = self._arrive(operation.phase, peer)
+        kind = self._arrive(operation.phase, peer, message.nbytes)
         if kind == "drop":
             return _Gone(message)
         if kind == "duplicate":
@@ -108,20 +109,18 @@ class Faulty(Communicator):
         return self.inner.post_recv(capacity, peer, operation)
 
     def all_reduce_(self, x: Tensor, phase: str, *, control: bool = False) -> None:
-        self._arrive(phase, EVERYBODY)
+        self._arrive(phase, EVERYBODY, x.nbytes)
         self.inner.all_reduce_(x, phase, control=control)
 
-    def measure(self, operation: Operation) -> AbstractContextManager[None]:
-        return self.inner.measure(operation)
+    def begin_all_reduce(self, x: Tensor, phase: str, *, control: bool = False) -> PendingSum:
+        self._arrive(phase, EVERYBODY, x.nbytes)
+        return self.inner.begin_all_reduce(x, phase, control=control)
 
     def fail(self, error: BaseException) -> None:
         if not self._dead:
             self.inner.fail(error)
 
-    def close(self) -> None:
-        self.inner.close()
-
-    def _arrive(self, phase: str, peer: int) -> str | None:
+    def _arrive(self, phase: str, peer: int, size: int) -> str | None:
         """Note the moment; what concerns the whole rank happens here, the rest is the message's fault."""
         key = self.step, phase, peer
         moment = Moment(*key, self._seen[key])
@@ -134,7 +133,7 @@ class Faulty(Communicator):
         if fault.kind in SLEEPS:
             time.sleep(fault.seconds)
         elif fault.kind in self.acts:
-            self.acts[fault.kind](fault)
+            self.acts[fault.kind](fault, size)
         return fault.kind
 
 

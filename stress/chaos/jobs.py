@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from stress.chaos.cases import Job
 from stress.chaos.faults import Faulty, Moment
 from tests.support import stepping
+
+_CAP = 0.0004
+"""MB of a bucket of DDP's: a hundred entries."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,43 @@ def with_collective(job: Job, comm: Faulty, done: list[Step]) -> None:
         done.append(Step(before, given, mean, residual.clone(), info.skipped))
 
 
+class Linear(nn.Module):
+    """The sum of all parameters times what is given: that becomes the gradient, to the bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, parameter in stepping.parameters().items():
+            self.register_parameter(name, parameter)
+
+    def forward(self, grads: stepping.Grads) -> Tensor:
+        return torch.stack([(parameter * grads[name]).sum() for name, parameter in self.named_parameters()]).sum()
+
+
+def with_ddp(job: Job, comm: Faulty, done: list[Step]) -> None:
+    """The hook of DDP: in DDP's own buckets, which are several from the second step on, or in one of its own."""
+    model = DistributedDataParallel(Linear(), bucket_cap_mb=_CAP)
+    options = job.options() | {"buckets": "model" if job.buckets == "model" else None}
+    with (
+        mock.patch.object(oktopk.GroupCommunicator, "exclusive", return_value=comm),
+        oktopk.OkTopkState(algorithm=job.algorithm, **options) as state,
+    ):
+        state.register(model)
+        before = torch.zeros(stepping.SIZE)
+        for step in range(job.steps):
+            comm.step = step
+            grads = gradients(job, comm.rank, step)
+            model.zero_grad()
+            model(grads).backward()
+            result = flat({name: parameter.grad for name, parameter in model.module.named_parameters()})
+            after = stepping.flat(state.state_dict()["residuals"]).float()
+            done.append(Step(before, flat(grads), result, after, state.skipped))
+            before = after
+
+
 FRONT_ENDS: dict[str, Callable[[Job, Faulty, list[Step]], None]] = {
     "reducer": with_reducer,
     "collective": with_collective,
+    "ddp": with_ddp,
 }
 
 

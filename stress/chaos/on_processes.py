@@ -1,29 +1,46 @@
-"""Cases on real processes, over gloo, MPI, and gloo in network namespaces: run, struck, and judged."""
+"""Cases on real processes, in every setting of `process_cases`: run, struck, and judged."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-import oktopk
 from oktopk.tools.lab import Lab
 from stress.chaos import on_threads
 from stress.chaos.cases import Job
-from stress.chaos.faults import Acts, Burned, Fault, Faulty, burn
-from stress.chaos.jobs import Report, take_part
-from stress.chaos.judging import HANG, LEAK, MISSED, WRONG, Verdict, judge, lateness
-from stress.chaos.process_cases import IMPATIENT, LINKS, PATIENT, fault_of, harmless, job_of, transport_of
+from stress.chaos.children import end_orphans
+from stress.chaos.faults import EVERYBODY, Burned, Fault
+from stress.chaos.jobs import Report
+from stress.chaos.judging import ENDED, HANG, LEAK, MISSED, WRONG, Verdict, judge, judge_sums, lateness
+from stress.chaos.process_cases import (
+    DEATHS,
+    FORKS,
+    GLOO,
+    LINKS,
+    NOTICED,
+    PATIENT,
+    SETTINGS,
+    WITH_CHILDREN,
+    Setting,
+    fault_of,
+    harmless,
+    job_of,
+    setting_of,
+    timeout_of,
+)  # fmt: skip
+from stress.chaos.rank import Orders, rank_of_case
+from stress.chaos.relay import ANY, BYTE_FAULTS, Relay, Strike
 from stress.chaos.spaces import LabRanks
 from tests.support import worlds
 from tests.support.labs import machine_interfaces, spaces_of
@@ -61,25 +78,46 @@ def _stop_server() -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-def examine(number: int, transports: Sequence[str]) -> Verdict:
+def examine(number: int, settings: Sequence[str]) -> Verdict:
     """Run a case, and judge it."""
-    transport, job = transport_of(number, transports), job_of(number)
-    expected = on_threads.run(job, None, PATIENT)
-    assert expected is not None, f"{job} hangs without a fault"
-    fault = fault_of(number, transports, [report.moments for report in expected])
-    kind, before = f"{transport}: {fault.kind}", _left_behind()
+    name, job = setting_of(number, settings), job_of(number, settings)
+    expected = undisturbed(name, job)
+    fault = fault_of(number, settings, [report.moments for report in expected])
+    kind, before = f"{name}: {fault.kind}", _left_behind()
     told = f"\n{job}\n{fault}"
     try:
-        reports = run(transport, job, fault)
+        reports = run(SETTINGS[name], job, fault)
     except Bad as bad:
         return Verdict(number, kind, bad.went, f"{bad}{told}")
-    nameable = transport != "lab" or fault.rank != 0  # with host 0 goes the store that ranks leave notes in
-    went, what = judge(job, fault, expected, reports, harmless(fault), nameable)
+    late = lateness(fault, reports, timeout_of(fault))
+    if SETTINGS[name].relay == GLOO:
+        went, what = judge_sums(job, fault, expected, reports, harmless(fault))
+    else:
+        nameable = name != "lab" or fault.rank != 0  # with host 0 goes the store that ranks leave notes in
+        went, what = judge(job, fault, expected, reports, harmless(fault), nameable)
+    if fault.kind in FORKS and went == ENDED and late + WITH_CHILDREN > NOTICED:
+        went, what = WRONG, f"noticed after {late + WITH_CHILDREN:.1f} s only"
     worlds.wait_until(lambda: not _new_since(before), 10)
     if left := _new_since(before):
         went, what = LEAK, f"still there: {left}"
-    late = lateness(fault, reports, PATIENT if harmless(fault) else IMPATIENT)
     return Verdict(number, kind, went, what and what + told, late)
+
+
+def undisturbed(name: str, job: Job) -> list[Report]:
+    """What becomes of a job without a fault: on threads, if sparse steps have the same bits there."""
+    if job.front_end != "ddp" and SETTINGS[name].relay != GLOO:
+        reports = on_threads.run(job, None, PATIENT)
+        assert reports is not None, f"{job} hangs without a fault"
+        return reports
+    if repr((name, job)) not in _undisturbed:
+        _undisturbed[repr((name, job))] = run(SETTINGS[name], job, None)
+    reports = _undisturbed[repr((name, job))]
+    for rank, report in enumerate(reports):
+        assert report.error is None, f"{job} fails on rank {rank} without a fault: {report.error!r}"
+    return reports
+
+
+_undisturbed: dict[str, list[Report]] = {}
 
 
 class Bad(Exception):
@@ -118,39 +156,47 @@ def _new_since(before: dict[str, set[Any]]) -> dict[str, set[Any]]:
 # Running.
 
 
-def run(transport: str, job: Job, fault: Fault) -> list[Report]:
+def run(setting: Setting, job: Job, fault: Fault | None) -> list[Report]:
     """What becomes of each rank."""
-    timeout = PATIENT if harmless(fault) else IMPATIENT
+    timeout = timeout_of(fault)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         signs = Path(directory)
-        lab = stack.enter_context(Lab(job.world)) if transport == "lab" else None
-        ranks = stack.enter_context(_start(transport, lab, job, fault, timeout, signs))
+        lab = stack.enter_context(Lab(job.world)) if setting.transport == "lab" else None
+        relay = stack.enter_context(Relay(signs)) if setting.relay else None
+        way = (setting.relay, relay.port) if setting.relay and relay else None
+        ranks = stack.enter_context(
+            _start(setting.transport, lab, Orders(job, fault, timeout, signs, setting.transport == "gloo", way))
+        )
         if not worlds.wait_until(
             lambda: all((signs / f"ready {rank}").exists() for rank in range(job.world)), START
         ):
             raise Bad(HANG, f"not all ranks are ready after {START:g} s\n{ranks.output()}")
-        if fault.kind in FROM_OUTSIDE:
+        if fault is not None and fault.kind in FROM_OUTSIDE:
             if not worlds.wait_until((signs / "now").exists, LIMIT):
                 raise Bad(MISSED, f"the moment of the fault has not come\n{ranks.output()}")
-            FROM_OUTSIDE[fault.kind](ranks, lab, fault)
+            FROM_OUTSIDE[fault.kind](Scene(ranks, lab, relay, signs), fault)
             (signs / "done").touch()
-        survivors = [rank for rank in range(job.world) if rank != fault.rank or fault.kind != "stop"]
+        struck_down = fault.rank if fault is not None and fault.kind in ("stop", *DEATHS) else None
+        survivors = [rank for rank in range(job.world) if rank != struck_down]
         if late := ranks.running(survivors, timeout + LIMIT):
             raise Bad(HANG, f"ranks {late} still run after {timeout + LIMIT:g} s\n{ranks.output()}")
-        _check_ends(ranks, survivors, fault)
+        if relay is not None and relay.strike is not None and not relay.strike.done:
+            raise Bad(MISSED, f"no bytes have come to the relay for {relay.strike}")
+        _check_ends(ranks, survivors, fault, signs)
         return [_report(ranks, rank, fault, signs) for rank in range(job.world)]
 
 
-def _check_ends(ranks: worlds.Ranks, survivors: Sequence[int], fault: Fault) -> None:
+def _check_ends(ranks: worlds.Ranks, survivors: Sequence[int], fault: Fault | None, signs: Path) -> None:
     """Ranks that were not struck down have ended in order, and have left no process: before all are reaped."""
+    if fault is not None:
+        end_orphans(signs / f"children {fault.rank}")
     if not isinstance(ranks, worlds.GlooRanks):  # mpiexec ends with its last rank
         return
-    gone = [rank for rank in survivors if rank != fault.rank or fault.kind != "die"]
-    worlds.wait_until(lambda: all(ranks.gone(rank) for rank in gone), 10)
-    codes = {rank: ranks.processes[rank].exitcode for rank in gone}
+    worlds.wait_until(lambda: all(ranks.gone(rank) for rank in survivors), 10)
+    codes = {rank: ranks.processes[rank].exitcode for rank in survivors}
     if any(codes.values()):
         raise Bad(WRONG, f"exit codes are {codes}")
-    stopped = {ranks.pid(fault.rank)} if fault.kind == "stop" else set()
+    stopped = {ranks.pid(fault.rank)} if fault is not None and fault.kind == "stop" else set()
     servers = {os.getpid(), *_servers()}
     worlds.wait_until(lambda: not _processes() - stopped - servers, 10)
     if left := _processes() - stopped - servers:
@@ -163,18 +209,17 @@ def _servers() -> set[int]:
     return {pid for pid in kept if pid is not None}
 
 
-def _start(transport: str, lab: Lab | None, job: Job, fault: Fault, timeout: float, signs: Path) -> worlds.Ranks:
-    args = job, fault, timeout, signs
+def _start(transport: str, lab: Lab | None, orders: Orders) -> worlds.Ranks:
     if lab is not None:
-        return LabRanks(lab, rank_of_case, args)
-    return worlds.start(transport, job.world, rank_of_case, *args, transport == "gloo")
+        return LabRanks(lab, rank_of_case, (orders,))
+    return worlds.start(transport, orders.job.world, rank_of_case, orders)
 
 
-def _report(ranks: worlds.Ranks, rank: int, fault: Fault, signs: Path) -> Report:
+def _report(ranks: worlds.Ranks, rank: int, fault: Fault | None, signs: Path) -> Report:
     outcome = ranks.outcome(rank)
     if isinstance(outcome.value, Report):
         return outcome.value
-    if rank == fault.rank and fault.kind in ("die", "stop"):
+    if fault is not None and rank == fault.rank and fault.kind in ("stop", *DEATHS) and (signs / "now").exists():
         return Report(error=Burned(fault.kind), struck=float((signs / "now").read_text()))
     return Report(error=outcome.error or RuntimeError(outcome.trace))
 
@@ -182,69 +227,42 @@ def _report(ranks: worlds.Ranks, rank: int, fault: Fault, signs: Path) -> Report
 # From outside, when the moment has come.
 
 
-def _wake_up(ranks: worlds.Ranks, lab: Lab | None, fault: Fault) -> None:
-    pid = ranks.pid(fault.rank)
+@dataclass(frozen=True)
+class Scene:
+    """Where a fault happens."""
+
+    ranks: worlds.Ranks
+    lab: Lab | None
+    relay: Relay | None
+    signs: Path
+
+
+def _wake_up(scene: Scene, fault: Fault) -> None:
+    pid = scene.ranks.pid(fault.rank)
     worlds.wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", LIMIT)
     time.sleep(fault.seconds)
     os.kill(pid, signal.SIGCONT)
 
 
-def _pull_cable(ranks: worlds.Ranks, lab: Lab | None, fault: Fault) -> None:
-    assert lab is not None
-    lab.set_link(fault.rank, up=False)
+def _pull_cable(scene: Scene, fault: Fault) -> None:
+    assert scene.lab is not None
+    scene.lab.set_link(fault.rank, up=False)
     if harmless(fault):
         time.sleep(fault.seconds)
-        lab.set_link(fault.rank, up=True)
+        scene.lab.set_link(fault.rank, up=True)
 
 
-FROM_OUTSIDE: dict[str, Callable[[worlds.Ranks, Lab | None, Fault], None]] = {
+def _disturb_bytes(scene: Scene, fault: Fault) -> None:
+    """Somewhere in the message that the rank is about to send, or in the sum that it is about to begin."""
+    assert scene.relay is not None
+    peer, size = fault.moment.peer, int((scene.signs / "size").read_text())
+    link = ANY if peer == EVERYBODY else (fault.rank, peer)
+    skip = random.Random(fault.seed).randrange(size)
+    scene.relay.strike = Strike(fault.kind, link, skip, fault.seconds, fault.seed)
+
+
+FROM_OUTSIDE: dict[str, Callable[[Scene, Fault], None]] = {
     "stop a while": _wake_up,
-    "link down": _pull_cable,
-    "link down a while": _pull_cable,
+    **dict.fromkeys(LINKS, _pull_cable),
+    **dict.fromkeys(BYTE_FAULTS, _disturb_bytes),
 }
-
-
-# In the process of a rank.
-
-
-def rank_of_case(
-    connect: Callable[..., oktopk.Communicator], job: Job, fault: Fault, timeout: float, signs: Path,
-    companion: bool = False,
-) -> Report:  # fmt: skip
-    """All steps, over a communicator that lets the fault happen; the error is in the report.
-
-    A companion has connections of its own, as front ends have.
-    """
-    torch.set_num_threads(1)
-    comm, report = connect(timeout=60.0, **({"companion": True} if companion else {})), Report()
-    oktopk.sparse_allreduce(torch.ones(2000), 0.05, comm=comm)  # compiles the kernels
-    comm.timeout = timeout
-    (signs / f"ready {comm.rank}").touch()
-    with contextlib.suppress(Exception):
-        take_part(job, Faulty(comm, fault, _acts(signs)), report)
-    return report
-
-
-def _write_now(signs: Path) -> None:
-    worlds._write(signs / "now", str(time.monotonic()).encode())
-
-
-def _acts(signs: Path) -> Acts:
-    def send_myself(number: signal.Signals) -> Callable[[Fault], None]:
-        def act(fault: Fault) -> None:
-            _write_now(signs)
-            os.kill(os.getpid(), number)
-
-        return act
-
-    def wait_for_the_cable(fault: Fault) -> None:
-        _write_now(signs)
-        worlds.wait_until((signs / "done").exists, LIMIT)
-
-    return {
-        "raise": burn,
-        "die": send_myself(signal.SIGKILL),
-        "stop": send_myself(signal.SIGSTOP),
-        "stop a while": send_myself(signal.SIGSTOP),
-        **dict.fromkeys(LINKS, wait_for_the_cable),
-    }

@@ -14,10 +14,8 @@ from oktopk.tools.lab import Lab
 from tests.support.jobs import overlap as overlap_job
 
 HOSTS = 2
-FIRST = 2
-"""So many of the ten buckets at least are through before backward reaches the last layer it has to do."""
 ALMOST = 0.75
-"""The share of steps in which that must be so: others use this machine too."""
+"""The share of dense steps that must hide something: others use this machine too."""
 
 TRIES = 6
 pytestmark = pytest.mark.timeout(800)  # all of them, on a machine that is busy with other tests
@@ -26,10 +24,10 @@ Step = dict[str, Any]
 
 
 def undisturbed(lab: Lab) -> list[list[Step]]:
-    """Of several runs the first that overlaps: other work on the machine takes overlap away, never adds any."""
+    """Of several runs the first that hides dense sums: other work takes overlap away, and never adds any."""
     for _ in range(TRIES):
         ranks = steps_of_ranks(lab)
-        if all(overlaps(of_phase(steps, SPARSE)) and hides(of_phase(steps, DENSE)) for steps in ranks):
+        if all(hides(of_phase(steps, DENSE)) for steps in ranks):
             break
     return ranks
 
@@ -47,13 +45,15 @@ def of_phase(steps: list[Step], phase: str) -> list[Step]:
 
 
 def overlaps(steps: list[Step]) -> bool:
-    """Whether in almost every step the first buckets are exchanged while backward still runs, and it says so."""
+    """Whether in every step the first buckets are exchanged while backward still runs, and it says so."""
 
     def overlapped(step: Step) -> bool:
         end_of_backward = min(step["at_first_layer"], step["handed_over"])
-        return all(stop < end_of_backward for stop in step["stops"][:FIRST]) and step["hidden_share"] > 0
+        return (
+            all(stop < end_of_backward for stop in step["stops"][: overlap_job.FIRST]) and step["hidden_share"] > 0
+        )
 
-    return statistics.fmean(map(overlapped, steps)) >= ALMOST
+    return all(map(overlapped, steps))
 
 
 def hides(steps: list[Step]) -> bool:

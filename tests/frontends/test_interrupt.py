@@ -6,30 +6,38 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support import worlds
 from tests.support.jobs import interrupt as interrupt_job
 
+RANKS = 2
 
-def test_all_ranks_end_in_order() -> None:
+
+def test_all_ranks_end_in_order(tmp_path: Path) -> None:
     """Each says that it was interrupted; none ends by an abort, and no process stays behind."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     with subprocess.Popen(
-        [*launcher, interrupt_job.__file__], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [*launcher, "--redirects=3", f"--log-dir={tmp_path / 'logs'}", interrupt_job.__file__, tmp_path],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     ) as job:  # fmt: skip
         try:
-            assert job.stdout is not None
-            lines = iter(job.stdout.readline, "")
-            assert any("under way" in line for line in lines)
+            under_way = [tmp_path / f"under way {rank}" for rank in range(RANKS)]
+            worlds.wait_until(lambda: all(map(Path.exists, under_way)) or job.poll() is not None, 120)
             os.killpg(job.pid, signal.SIGINT)
-            said, _ = job.communicate(timeout=40)
+            launcher_said, _ = job.communicate(timeout=40)
             left = not worlds.wait_until(lambda: not _alive(job.pid), 10)
         finally:
             if _alive(job.pid):
                 os.killpg(job.pid, signal.SIGKILL)
-    assert said.count("KeyboardInterrupt") >= 2, said
-    assert "terminate called" not in said
+    for rank in range(RANKS):
+        said = "".join(log.read_text() for log in sorted(tmp_path.glob(f"logs/*/attempt_0/{rank}/*.log")))
+        assert under_way[rank].exists(), said + launcher_said
+        assert (said.splitlines() or [""])[-1].removeprefix(f"[rank{rank}]: ") == "KeyboardInterrupt", (
+            said + launcher_said
+        )
+        assert "terminate called" not in said
     assert not left
 
 

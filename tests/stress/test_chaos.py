@@ -26,14 +26,23 @@ def _marked() -> Iterator[None]:
         yield
 
 
-PROCESS_CASES = [("gloo", 9, "die"), ("gloo", 21, "drop"), ("lab", 3, "link down")]
+PROCESS_CASES = [
+    ("tcp", 9, "die"),
+    ("ddp", 4, "corrupt"),
+    ("relay", 2, "corrupt bytes"),
+    ("ddp relay", 4, "missing bytes"),
+    ("gloo relay", 5, "connection cut"),
+    ("fork", 0, "die with a child"),
+    ("fork", 5, "die with a loader"),
+    ("lab", 3, "link down"),
+]
 
 
 @pytest.mark.usefixtures("_marked")
-@pytest.mark.parametrize(("transport", "number", "kind"), PROCESS_CASES)
-def test_cases_on_processes(transport: str, number: int, kind: str) -> None:
-    if transport == "lab" and (problem := lab_problem()):
+@pytest.mark.parametrize(("setting", "number", "kind"), PROCESS_CASES)
+def test_cases_on_processes(setting: str, number: int, kind: str) -> None:
+    if setting == "lab" and (problem := lab_problem()):
         pytest.skip(problem)
-    verdict = on_processes.examine(number, [transport])
-    assert verdict.kind == f"{transport}: {kind}"
+    verdict = on_processes.examine(number, [setting])
+    assert verdict.kind == f"{setting}: {kind}"
     assert verdict.went == ENDED, verdict

@@ -12,11 +12,11 @@ from torch import Tensor
 import oktopk
 from oktopk import CommTimeout, Communicator, OkTopkError
 from oktopk.comm import Operation, base, pack, packed_bytes, unpack
-from stress.chaos import cases, on_threads, process_cases
+from stress.chaos import cases, on_threads, process_cases, run
 from stress.chaos.cases import PATIENT, Job
-from stress.chaos.faults import Burned, Fault, Faulty, Moment, damaged
+from stress.chaos.faults import EVERYBODY, Burned, Fault, Faulty, Moment, damaged
 from stress.chaos.jobs import Report, Step
-from stress.chaos.judging import ENDED, MISSED, OF_A_RANK, WENT_ON, WRONG, judge
+from stress.chaos.judging import CHANGED, ENDED, MISSED, OF_A_RANK, WENT_ON, WRONG, judge, judge_sums
 from tests.support import stepping
 
 # Faults of messages.
@@ -171,6 +171,36 @@ def test_a_skipped_step_keeps_what_was_given_or_nothing_of_it() -> None:
         assert judge(JOB, DROP, [Report([step])] * 2, struck, False)[0] == went
 
 
+LOST_BY_DDP = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+@pytest.mark.parametrize(("front_end", "other", "went"), [
+    ("ddp", NAMED, ENDED), ("ddp", LOST_BY_DDP, WRONG), ("reducer", NAMED, WRONG),
+])  # fmt: skip
+def test_ddp_may_lose_a_rank_that_has_said_why(front_end: str, other: Exception, went: str) -> None:
+    job, reports = replace(JOB, front_end=front_end), [Report([], LOST_BY_DDP, struck=1.0), Report([], other)]
+    assert judge(job, DROP, [Report([step]) for step in good_step()], reports, False)[0] == went
+
+
+def test_a_sum_of_gloo_may_be_changed_but_not_by_what_is_harmless() -> None:
+    fault = replace(DROP, kind="corrupt bytes", moment=Moment(0, "dense", EVERYBODY, 0))
+    nameless = CommTimeout("all_reduce (dense): no answer from the other ranks within 1 s (rank 1, step 0)")
+    expected, (one, two) = [Report([step]) for step in good_step()], good_step()
+    other = replace(two, result=two.result + 1)
+    for reports, harmless, went in [
+        ([Report([one]), Report([two])], True, WENT_ON),
+        ([Report([one]), Report([other])], False, CHANGED),
+        ([Report([one]), Report([other])], True, WRONG),
+        ([Report([one]), Report([], nameless)], False, ENDED),
+        ([Report([one]), Report([], nameless)], True, WRONG),
+        ([Report([one]), Report([], RuntimeError("crash"))], False, WRONG),
+        ([Report([one]), Report([])], False, WRONG),
+    ]:
+        reports[0].struck = 1.0
+        assert judge_sums(JOB, fault, expected, reports, harmless)[0] == went
+    assert judge_sums(JOB, fault, expected, expected, False)[0] == MISSED
+
+
 def test_who_is_lost_has_to_be_named() -> None:
     innocent = CommTimeout("all_to_all (split): no message from rank 3 within 1 s (rank 1, step 0)")
     for kind in OF_A_RANK:
@@ -187,16 +217,39 @@ def test_a_fault_that_does_not_happen_is_not_a_case() -> None:
     assert judge(job, never, reports, reports, False)[0] == MISSED
 
 
-def test_every_fault_of_every_transport_has_its_turn() -> None:
-    transports = ("gloo", "mpi", "lab")
-    for transport in transports:
+CASES = range(run.arguments().parse_args([]).processes)
+"""Those of `make chaos` on processes."""
+
+
+def test_every_fault_of_every_setting_has_its_turn() -> None:
+    settings = tuple(process_cases.SETTINGS)
+    for name, setting in process_cases.SETTINGS.items():
         turns = [
-            process_cases.kind_of(number, transports)
-            for number in range(80)
-            if process_cases.transport_of(number, transports) == transport
+            process_cases.kind_of(number, settings)
+            for number in CASES
+            if process_cases.setting_of(number, settings) == name
         ]
-        counts = [turns.count(kind) for kind in process_cases.KINDS[transport]]
+        counts = [turns.count(kind) for kind in setting.kinds]
         assert min(counts) >= max(counts) - 1 >= 0
+
+
+@pytest.mark.parametrize("absent", [(), ("mpi",), ("lab", "mpi")])
+def test_there_are_enough_cases_of_everything(absent: tuple[str, ...]) -> None:
+    settings = [name for name in process_cases.SETTINGS if name not in absent]
+    names = [process_cases.setting_of(number, settings) for number in CASES]
+    relayed = [name for name in names if process_cases.SETTINGS[name].relay == process_cases.MESH]
+    assert sum(name != "mpi" for name in names) >= 200
+    assert sum(process_cases.SETTINGS[name].front_ends == ("ddp",) for name in names) >= 60
+    assert len(relayed) >= 60
+    assert names.count("fork") >= 20
+
+
+def test_cases_of_processes_can_be_repeated_and_differ() -> None:
+    settings = list(process_cases.SETTINGS)
+    jobs = [process_cases.job_of(number, settings) for number in CASES]
+    assert jobs == [process_cases.job_of(number, settings) for number in CASES]
+    assert {job.front_end for job in jobs} == {"reducer", "collective", "ddp"}
+    assert {job.world for job in jobs} == {2, 3, 4}
 
 
 def test_a_message_that_is_believed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,16 @@ class FailureBoard:
                 return [found]
             note = store.get(self._note_key(found)).decode()
             found = None if note == _UNKNOWN else int(note)
-        fallback = [] if peer is None else [peer]
+        fallback = self._not_in_sum(store) if peer is None else [peer]
         if found is not None:  # they wait for each other
             return fallback
         return [rank for rank in range(self._world) if not store.check([self._note_key(rank)])] or fallback
+
+    def _not_in_sum(self, store: Any) -> list[int]:
+        """Ranks that are alive, but have waited for a message, and so did not come to the sum of the others."""
+        notes = {rank: self._note_key(rank) for rank in range(self._world) if rank != self._rank}
+        there = {rank: key for rank, key in notes.items() if store.check([key])}
+        return [rank for rank, key in there.items() if store.get(key).decode() != _UNKNOWN]
 
     def _note_key(self, rank: int) -> str:
         return f"{self._reason}/{rank}"

@@ -235,14 +235,15 @@ class GroupCommunicator(Communicator):
     def _explain(self, error: Exception, operation: Operation, peer: int | None, deadline: float) -> CommError:
         """The root cause on another rank, if that rank left a note.
 
-        After a sum the connections are closed at once, so that the other ranks notice and leave their notes.
+        Unless it is late, the connections are closed at once, so that the other ranks notice and leave their notes:
+        those that wait for this rank would otherwise notice one after the other.
         """
         if self._interrupted:
             return CommError(f"{operation}: {INTERRUPTED}")
         if isinstance(error, Closed):
             return CommError(f"{operation}: {CLOSED}")
         late = time.monotonic() >= deadline - _TOLERANCE
-        if peer is None:
+        if peer is None or not late:
             self.close()
         reason, lost = self._board.report_loss(peer)
         if late:  # a pending receive would get the next message, and ranks that wait for this one shall notice

@@ -1,6 +1,13 @@
-"""Trains with the DDP hook until it is interrupted. Under torchrun."""
+"""Trains with the DDP hook until it is interrupted, and leaves a note when it is under way. Under torchrun.
+
+python interrupt.py FOLDER
+"""
 
 from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,6 +18,7 @@ import oktopk
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may ignore it
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(500, 500))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -19,8 +27,8 @@ def main() -> None:
         optimizer.zero_grad()
         model(torch.randn(4, 500)).square().mean().backward()
         optimizer.step()
-        if state.step == 10 and dist.get_rank() == 0:
-            print("under way", flush=True)
+        if state.step == 10:
+            Path(sys.argv[1], f"under way {dist.get_rank()}").touch()
 
 
 if __name__ == "__main__":
