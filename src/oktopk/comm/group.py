@@ -142,11 +142,17 @@ class GroupCommunicator(Communicator):
             timeout: As above.
         """
         _require_torch_distributed()
+        given: Any = dist.group.WORLD if group is None else group
+        seconds = group_timeout(given) if timeout is None else timeout
         own = group
         if dist.get_backend(group) != "gloo":
-            ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            own = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
-        return cls(own, timeout, companion=True)
+            own = dist.new_group(
+                dist.get_process_group_ranks(given),
+                timedelta(seconds=seconds),
+                dist.get_backend(group),
+                use_local_synchronization=True,
+            )
+        return cls(own, seconds, companion=True)
 
     def _connect(self, given: Any, name: str) -> None:
         """Set up the companion, together with all other ranks."""

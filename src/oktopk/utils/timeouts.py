@@ -17,10 +17,10 @@ class Timeouts:
 
     operation: float = 300.0
     """A message, a sum, or the set-up of a communicator, over MPI. Ranks of a process group take its timeout."""
-    silence: float = 30.0
-    """Without a sign of life from the host of another rank. Kernels exchange them (comm/tcp/keepalive.py)."""
     threads: float = 60.0
     """The same between ranks that are threads of one process."""
+    silence: float = 30.0
+    """Without a sign of life from the host of another rank. Kernels exchange them (comm/tcp/keepalive.py)."""
     rendezvous: float = 20.0
     """Until all ranks have made their TCP connections: they have all met just before. At most a third of the
     timeout of an operation, because ranks that do not have to wait are already at the vote."""
