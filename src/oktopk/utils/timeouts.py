@@ -30,7 +30,7 @@ class Timeouts:
     """For a sum that may just be complete when a rank turns out to be gone."""
     poll: float = 1.0
     """Between two looks at the failure board, or at a thread that should be alive, while waiting."""
-    store: float = 3.0
+    store: float = 2.0
     """For an answer of the job's store; its host may be the one that died."""
     silent_store: float = 0.5
     """The same once it has not answered."""
