@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seeds chaos elastic kills fuzz soak wheel-smoke check bench clean
+.PHONY: help demo test quick seeds chaos elastic kills fuzz soak meet wheel-smoke check bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,10 @@ fuzz: $(INSTALLED) ## a million messages for the decoders, nearly all damaged, f
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) ## 20,000 steps through all that a long run meets, in 10 to 20 minutes; make soak ARGS="--seed 2"
 	$(BIN)/python -m stress.soak.run $(ARGS)
+
+meet: export OMP_NUM_THREADS := 1
+meet: $(INSTALLED) ## 64 processes meet, 128 ranks on threads reduce, and a message has more than 2 GiB
+	$(BIN)/python -m stress.meet $(ARGS)
 
 wheel-smoke: $(INSTALLED) ## install the wheel in empty environments, for each Python that is here; needs the network
 	$(BIN)/python -m tests.support.wheel.every_python $(ARGS)

@@ -161,3 +161,27 @@ def test_a_mistake_on_one_rank_is_a_value_error_on_all(mistake: str) -> None:
         sparse_allreduce(**(arguments | (MISTAKES[mistake] if comm.rank == 1 else {})), comm=comm)
 
     assert_refused(errors(3, job))
+
+
+LIES = {
+    "nested": b"[" * 60_000,
+    "no JSON": b"\xff{",
+    "a number": b"7",
+    "no terms": b'{"problem": null}',
+    "no dictionary of terms": b'{"problem": null, "terms": [1]}',
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_no_agreement_is_a_wire_error_that_names_the_rank(lie: str) -> None:
+    def job(comm: Communicator) -> str:
+        if comm.rank == 1:
+            said = torch.frombuffer(bytearray(LIES[lie]), dtype=torch.uint8)
+            comm.all_gather_sealed(said, 1 << 16, "agreement")
+            return ""
+        with pytest.raises(WireError) as caught:
+            agree(comm, {"density": 0.1})
+        return str(caught.value)
+
+    said = run_threads(3, job)
+    assert all("rank 1 sent" in said[rank] for rank in (0, 2)), said

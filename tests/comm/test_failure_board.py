@@ -128,3 +128,42 @@ def test_threads_of_a_rank_may_ask_at_the_same_time() -> None:
         assert asked[0].result().ranks == [2]
         asked[1].result()
     assert ranks()[1].report_loss(0).reason == "rank 0 failed: fire"
+
+
+FORGED = ["rank 1 failed: forged", "- rank 1 failed: forged", f"{'0' * 64} ?", "- 3", b"\xff\xfe"]
+
+
+def forge(store: Store, note: str | bytes) -> None:
+    for key in ("failed", "trouble", *(f"failed/{rank}" for rank in range(P))):
+        store.inner.set(f"oktopk/job/{key}", note)
+
+
+@pytest.mark.parametrize("note", FORGED)
+def test_forged_notes_count_as_none(store: Store, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch, failure_notes=0.1)
+    boards = [FailureBoard("job", rank, P, b"key") for rank in range(P)]
+    forge(store, note)
+    assert not boards[0].has_failures()
+    assert boards[0].report_loss(2) == Loss(None, [2])
+    boards[2].post_failure("rank 2 failed: disk full")
+    assert boards[0].has_failures()
+    assert boards[0].report_loss(2) == Loss("rank 2 failed: disk full", [2])
+
+
+def test_notes_of_another_session_count_as_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though they have been signed, and stand where they stood."""
+    set_timeouts(monkeypatch, failure_notes=0.1)
+    earlier, later = (FailureBoard("job", 1, P, key) for key in (b"key of yesterday", b"key of today"))
+    earlier.post_failure("rank 1 failed: yesterday")
+    earlier.report_loss(3)
+    assert not later.has_failures()
+    assert later.report_loss(0) == Loss(None, [0])
+
+
+def test_a_note_cannot_be_moved_to_another_place(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_timeouts(monkeypatch, failure_notes=0.1)
+    boards = [FailureBoard("job", rank, P, b"key") for rank in range(P)]
+    boards[1].report_loss(3)
+    store.inner.set("oktopk/job/failed/0", store.inner.get("oktopk/job/failed/1"))
+    assert boards[2].report_loss(0) == Loss(None, [0])
+    assert boards[2].report_loss(1) == Loss(None, [3])

@@ -18,7 +18,7 @@ import oktopk
 from oktopk.engine.hierarchy import local_group, shared_memory
 from oktopk.engine.hierarchy.links import SubgroupTransport
 from oktopk.engine.hierarchy.shared_memory import SharedMemoryTransport
-from oktopk.errors import CommError
+from oktopk.errors import CommError, WireError
 from tests.support.stepping import (
     LAYOUTS,
     SEVERAL,
@@ -577,3 +577,21 @@ def test_a_slow_member_finds_the_results_of_its_own_step(transport: str) -> None
     for step in zip(*on_ranks(3, job), strict=True):
         assert torch.equal(step[0], step[1])
         assert torch.equal(step[0], step[2])
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "oktopk-x", "../oktopk-" + "0" * 32 + "/x", None, 7, ["a"]])
+def test_no_file_is_opened_but_shared_memory(name: Any, shared: Path) -> None:
+    with pytest.raises(WireError, match="no shared memory of ours"):
+        shared_memory._open(name, mmap.PAGESIZE)
+
+
+def test_shared_memory_is_a_file_of_this_user_with_the_expected_size(shared: Path) -> None:
+    path = shared / f"oktopk-{'0' * 32}"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    assert shared_memory._open(str(path), mmap.PAGESIZE).numel() == mmap.PAGESIZE
+    with pytest.raises(WireError, match="no shared memory of 8 bytes"):
+        shared_memory._open(str(path), 8)
+    link = shared / f"oktopk-{'1' * 32}"
+    link.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"):
+        shared_memory._open(str(link), mmap.PAGESIZE)

@@ -80,6 +80,24 @@ def test_the_size_of_the_job_as_it_was_submitted_counts(
     assert train_options(words)["out"].endswith("-77")
 
 
+def test_ranks_of_srun_get_a_secret_that_is_new_in_every_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shows = 'echo "${OKTOPK_SECRET:-none}"; exit; srun --ntasks'
+    (tmp_path / "job.sh").write_text(script(capsys, "--scheduler", "slurm").replace("srun --ntasks", shows))
+
+    def secret(**environment: str) -> str:
+        env = {"PATH": os.environ["PATH"], **environment}
+        done = subprocess.run(["bash", tmp_path / "job.sh"], env=env, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    first, second = secret(), secret()
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    assert first != second
+    assert secret(OKTOPK_SECRET="mine") == "mine"
+    assert secret(OKTOPK_SECRET_FILE="/home/me/secret") == "none"
+
+
 ANY = st.characters(exclude_characters="\0", exclude_categories=("Cs",))
 
 

@@ -94,14 +94,31 @@ def test_a_job_that_may_be_restarted_gets_a_store_that_outlives_it() -> None:
     assert restart_problem(kept) is None  # what --ranks starts
 
 
-def test_all_ranks_of_srun_find_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST"):
+def test_all_ranks_of_an_srun_step_find_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another step of the job has another one, and without the secret it cannot be computed."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NODELIST", "OKTOPK_SECRET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NODELIST", "n[08-09]")
     monkeypatch.setenv("SLURM_JOB_ID", "123456789")
     found = [_slurm_rendezvous(RankInfo("srun", rank, 2)) for rank in range(2)]
     assert [variables.pop("RANK") for variables in found] == ["0", "1"]
-    assert found[0] == found[1] == {"WORLD_SIZE": "2", "MASTER_ADDR": "n08", "MASTER_PORT": "36789"}
+    ports = [variables.pop("MASTER_PORT") for variables in found]
+    assert found[0] == found[1] == {"WORLD_SIZE": "2", "MASTER_ADDR": "n08"}
+    for name, value in (("SLURM_STEP_ID", "1"), ("SLURM_STEP_ID", "2"), ("OKTOPK_SECRET", "s" * 32)):
+        monkeypatch.setenv(name, value)
+        ports.append(_slurm_rendezvous(RankInfo("srun", 0, 2))["MASTER_PORT"])
+    assert ports[0] == ports[1]
+    assert len(set(ports)) == 4
+    assert all(20_000 <= int(port) < 32_000 for port in ports)
+
+
+def test_a_secret_that_others_can_read_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OKTOPK_SECRET", raising=False)
+    (tmp_path / "secret").write_text("s" * 32)
+    (tmp_path / "secret").chmod(0o644)
+    monkeypatch.setenv("OKTOPK_SECRET_FILE", str(tmp_path / "secret"))
+    with pytest.raises(ConfigError, match="chmod 600"):
+        _slurm_rendezvous(RankInfo("srun", 0, 2))
 
 
 # ranks on this machine; as programs that are quick to start

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from ..errors import CommError
 from ..metrics.traffic import Operation, Traffic, total
-from ..utils.timeouts import TIMEOUTS
 from .agreement import agree, gather_json
 from .base import Communicator, Wrapped
 from .group import GroupCommunicator
@@ -20,7 +19,7 @@ from .threads import ThreadCommunicator, alone, run_threads
 from .transport import Pending, PendingSum
 
 
-def default_communicator(timeout: float = TIMEOUTS.operation) -> Communicator:
+def default_communicator(timeout: float | None = None) -> Communicator:
     """The default process group if torch.distributed is initialised, otherwise this process alone.
 
     A process that was started as one of several is not alone: then it is an error.
@@ -28,7 +27,7 @@ def default_communicator(timeout: float = TIMEOUTS.operation) -> Communicator:
     return GroupCommunicator(timeout=timeout) if _distributed() else alone()
 
 
-def exclusive_communicator(timeout: float = TIMEOUTS.operation) -> Communicator:
+def exclusive_communicator(timeout: float | None = None) -> Communicator:
     """The same ranks over separate connections, for a thread that communicates beside others."""
     return GroupCommunicator.exclusive(timeout=timeout) if _distributed() else alone()
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ..errors import WireError
 from .base import Communicator
+from .messages import parse_json
 
 _LONGEST = 200
 _ROOM = 1 << 16
@@ -28,6 +30,9 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
     )
     if problem is not None:
         raise ValueError(problem)
+    for rank, other in enumerate(gathered):
+        if not (isinstance(other, dict) and isinstance(other.get("terms"), dict) and "problem" in other):
+            raise WireError(f"agreement: rank {comm.global_rank(rank)} sent no terms: {_shorten(repr(other))}")
     for rank, other in enumerate(gathered):
         if other["problem"] is not None:
             raise ValueError(f"on rank {comm.global_rank(rank)}: {other['problem']}")
@@ -51,4 +56,7 @@ def _shorten(text: str, longest: int = _LONGEST) -> str:
 def gather_json(comm: Communicator, data: Any, phase: str) -> list[Any]:
     """The data of each rank, in rank order: control traffic, for rare occasions."""
     text = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
-    return [json.loads(bytes(theirs.numpy())) for theirs in comm.all_gather_sealed(text, _ROOM, phase)]
+    gathered = comm.all_gather_sealed(text, _ROOM, phase)
+    return [
+        parse_json(bytes(theirs.numpy()), comm.global_rank(rank), phase) for rank, theirs in enumerate(gathered)
+    ]

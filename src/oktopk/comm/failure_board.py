@@ -5,14 +5,19 @@
 Rank 0 loses its connection to rank 2, leaves a note, and closes its connections. Rank 1 then loses its connection
 to rank 0, finds the note, and names rank 2. In a sum over all ranks no rank knows which one it lost, but every
 rank leaves a note that it is alive: those without a note are lost.
+
+Others may write to the store too. Ranks sign their notes with a key that is not in the store; a note without a
+valid signature counts as none.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -34,13 +39,22 @@ class Loss(NamedTuple):
 
 
 class FailureBoard:
-    """The notes of one communicator, as one of its ranks leaves and reads them."""
+    """The notes of one communicator, as one of its ranks leaves and reads them.
 
-    def __init__(self, name: str, rank: int, world: int) -> None:
+    Args:
+        name: Of the communicator, the same on all ranks.
+        rank: This rank.
+        world: How many ranks there are.
+        key: Signs the notes; without one they are not signed.
+    """
+
+    def __init__(self, name: str, rank: int, world: int, key: bytes | None = None) -> None:
         # A clone has its own connection: its timeout is not shared with others, and neither is a lock.
         default: Any = dist.distributed_c10d._get_default_store()
         self._store = default.clone()
+        self._store.set_timeout(timedelta(seconds=TIMEOUTS.store))
         self._rank, self._world = rank, world
+        self.key = key
         self._reason, self._failures = (f"oktopk/{name}/{what}" for what in ("failed", "trouble"))
         self._turn = threading.Lock()
         self._store_silent = False
@@ -54,21 +68,25 @@ class FailureBoard:
         """Post why this rank failed; the first reason counts. Without a store, others see a lost connection."""
 
         def write(store: Any) -> None:
-            store.compare_set(self._reason, "", reason)
-            store.set(self._failures, _UNKNOWN)
+            signed = self._sign(self._reason, reason)
+            store.compare_set(self._reason, "", signed)
+            if self._read(store, self._reason) is None:  # a stranger was here
+                store.set(self._reason, signed)
+            store.set(self._failures, self._sign(self._failures, _UNKNOWN))
 
         self._query(write, TIMEOUTS.store)
 
     def has_failures(self) -> bool:
         """Whether a rank has failed, or has lost another one."""
-        return bool(self._query(lambda store: store.check([self._failures]), TIMEOUTS.store))
+        return self._query(lambda store: self._read(store, self._failures), TIMEOUTS.store) is not None
 
     def report_loss(self, peer: int | None) -> Loss:
         """Leave a note that this rank has lost a peer, or (None) some rank; collect the notes of the others."""
 
         def write(store: Any) -> bool:
-            store.set(self._note_key(self._rank), _UNKNOWN if peer is None else str(peer))
-            store.set(self._failures, _UNKNOWN)
+            note = self._note_key(self._rank)
+            store.set(note, self._sign(note, _UNKNOWN if peer is None else str(peer)))
+            store.set(self._failures, self._sign(self._failures, _UNKNOWN))
             return True
 
         loss = None
@@ -81,31 +99,48 @@ class FailureBoard:
         end = time.monotonic() + TIMEOUTS.failure_notes
         notes = [self._note_key(rank) for rank in range(self._world)]
         # Not by store.wait(): that of a FileStore takes up to a second longer than its timeout.
-        while not (store.check([self._reason]) or store.check(notes)) and time.monotonic() < end:
-            if self._silenced.wait(TIMEOUTS.pause):
-                break
-        reason = store.get(self._reason).decode() if store.check([self._reason]) else None
-        return Loss(reason, self._find_lost(store, peer))
+        while True:
+            reason = self._read(store, self._reason)
+            complete = reason is not None or (store.check(notes) and not self._without_note(store))
+            if complete or time.monotonic() >= end or self._silenced.wait(TIMEOUTS.pause):
+                return Loss(reason, self._find_lost(store, peer))
 
     def _find_lost(self, store: Any, peer: int | None) -> list[int]:
         """A peer with a note of its own is alive and lost another rank: follow the notes to one without."""
         found, seen = peer, {self._rank}
         while found is not None and found not in seen:
             seen.add(found)
-            if not store.check([self._note_key(found)]):
+            note = self._read(store, self._note_key(found))
+            if note is None:
                 return [found]
-            note = store.get(self._note_key(found)).decode()
-            found = None if note == _UNKNOWN else int(note)
+            found = int(note) if note.isdecimal() and int(note) < self._world else None
         fallback = self._not_in_sum(store) if peer is None else [peer]
         if found is not None:  # they wait for each other
             return fallback
-        return [rank for rank in range(self._world) if not store.check([self._note_key(rank)])] or fallback
+        return self._without_note(store) or fallback
+
+    def _without_note(self, store: Any) -> list[int]:
+        return [rank for rank in range(self._world) if self._read(store, self._note_key(rank)) is None]
+
+    def _sign(self, key: str, text: str) -> str:
+        return f"{self._signature(key, text)} {text}"
+
+    def _signature(self, key: str, text: str) -> str:
+        return "-" if self.key is None else hmac.digest(self.key, f"{key}\n{text}".encode(), "sha256").hex()
+
+    def _read(self, store: Any, key: str) -> str | None:
+        """A note that a rank of this job has left; None if there is none."""
+        return self._verify(key, store.get(key)) if store.check([key]) else None
+
+    def _verify(self, key: str, value: bytes) -> str | None:
+        signature, _, text = value.decode(errors="replace").partition(" ")
+        return text if hmac.compare_digest(signature.encode(), self._signature(key, text).encode()) else None
 
     def _not_in_sum(self, store: Any) -> list[int]:
         """Ranks that are alive, but have waited for a message, and so did not come to the sum of the others."""
-        notes = {rank: self._note_key(rank) for rank in range(self._world) if rank != self._rank}
-        there = {rank: key for rank, key in notes.items() if store.check([key])}
-        return [rank for rank, key in there.items() if store.get(key).decode() != _UNKNOWN]
+        others = (rank for rank in range(self._world) if rank != self._rank)
+        notes = {rank: self._read(store, self._note_key(rank)) for rank in others}
+        return [rank for rank, note in notes.items() if note not in (None, _UNKNOWN)]
 
     def _note_key(self, rank: int) -> str:
         return f"{self._reason}/{rank}"

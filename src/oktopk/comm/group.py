@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
@@ -24,11 +23,11 @@ from ..metrics.traffic import Operation
 from ..utils.timeouts import TIMEOUTS, seconds_until
 from .base import Communicator
 from .failure_board import FailureBoard
-from .messages import Closed, Messages, Transfer
+from .messages import Closed, LostRank, Messages, Transfer
 from .process_group.gloo_messages import GlooMessages
+from .process_group.limits import group_timeout, raise_file_limit
 from .process_group.sums import GroupSums
-from .tcp.mesh import Mesh
-from .tcp.rendezvous import connect_all, tcp_allowed
+from .tcp.meeting import Meeting, key_without_session
 from .transport import CLOSED, INTERRUPTED, PendingSum, format_ranks
 
 _log = logging.getLogger(__name__)
@@ -91,11 +90,14 @@ class GroupCommunicator(Communicator):
 
     Args:
         group: The process group; by default the one of all ranks.
-        timeout: Seconds that an operation may take, and the set-up of the companion.
+        timeout: Seconds that a rank that is alive may keep this one waiting, and that the set-up may take; by
+            default the timeout of the process group. Ranks whose process has ended, or whose host has been silent
+            for 30 s, are not waited for.
         companion: Whether to set up a companion. By default only for a group without gloo (nccl alone).
 
     Raises:
-        CommError: torch.distributed is not initialised, or the ranks could not connect.
+        CommError: torch.distributed is not initialised, the ranks could not connect, or their secrets
+            (OKTOPK_SECRET, docs/security.md) differ.
 
     Example, in every process of `torchrun --nproc-per-node=2`::
 
@@ -109,16 +111,17 @@ class GroupCommunicator(Communicator):
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        timeout: float = TIMEOUTS.operation,
+        timeout: float | None = None,
         companion: bool | None = None,
     ) -> None:
         _require_torch_distributed()
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout)
         given: Any = dist.group.WORLD if group is None else group
+        seconds = group_timeout(given) if timeout is None else timeout
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), seconds)
         self._sums = GroupSums(given, given, self.rank, self.world)
         self._messages: Messages = GlooMessages(given)
         self._interrupted = False
-        name, ranks, tcp = str(given.group_name), tuple(dist.get_process_group_ranks(given)), tcp_allowed()
+        name, ranks = str(given.group_name), tuple(dist.get_process_group_ranks(given))
         if companion is None:
             companion = "cpu:gloo" not in dist.get_backend_config(group)
         if companion:
@@ -126,53 +129,49 @@ class GroupCommunicator(Communicator):
             name = f"{_restart_count()}/{'-'.join(map(str, ranks))}/{_made[ranks]}"
         self._board = FailureBoard(name, self.rank, self.world)
         if companion:
-            self._connect(given, name, tcp)
+            self._connect(given, name)
+        else:
+            self._board.key = key_without_session(name)
 
     @classmethod
-    def exclusive(
-        cls, group: dist.ProcessGroup | None = None, timeout: float = TIMEOUTS.operation
-    ) -> GroupCommunicator:
+    def exclusive(cls, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> GroupCommunicator:
         """The same ranks over separate connections; all ranks call it together.
 
         Args:
             group: The process group; by default the one of all ranks.
-            timeout: Seconds that an operation may take, and the set-up.
+            timeout: As above.
         """
         _require_torch_distributed()
+        given: Any = dist.group.WORLD if group is None else group
+        seconds = group_timeout(given) if timeout is None else timeout
         own = group
         if dist.get_backend(group) != "gloo":
-            ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            own = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
-        return cls(own, timeout, companion=True)
+            own = dist.new_group(
+                dist.get_process_group_ranks(given),
+                timedelta(seconds=seconds),
+                dist.get_backend(group),
+                use_local_synchronization=True,
+            )
+        return cls(own, seconds, companion=True)
 
-    def _connect(self, given: Any, name: str, tcp: bool) -> None:
+    def _connect(self, given: Any, name: str) -> None:
         """Set up the companion, together with all other ranks."""
+        raise_file_limit(2 * (self.world - 1))
         store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
         with self.explaining(Operation("barrier", "connecting", control=True), None, self._deadline()):
             own: Any = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=self.timeout))
             self._sums = GroupSums(given, own, self.rank, self.world)
-            self._messages = self._choose_messages(own, store, tcp)
+            self._messages = GlooMessages(own)
+            meeting = Meeting(self.rank, self.world, self.timeout, self._sum_now)
+            mesh, problem = meeting.meet(store, name, self._board)
+            self._messages = mesh or self._messages
             own.barrier().wait()  # a rank that closed its connections now would break the set-up of others
-
-    def _choose_messages(self, own: Any, store: Any, tcp: bool) -> Messages:
-        """Dedicated TCP connections, or gloo if any rank cannot connect: all ranks vote."""
-        messages: Messages = GlooMessages(own)
-        vote, problem = 0, None
-        try:
-            if tcp and self.world > 1:
-                seconds = min(self.timeout / 3, TIMEOUTS.rendezvous)
-                links = connect_all(store, self.rank, self.world, time.monotonic() + seconds)
-                messages, vote = Mesh(links), 1
-        except Exception as error:  # whatever it is, the others wait for the vote of this rank
-            problem = error
-        votes = torch.tensor([vote])
-        self._sums.begin(votes, self.timeout).wait(self.timeout, self._check_ranks)
-        if int(votes) == self.world:
-            return messages
         if problem is not None:
-            _log.warning("rank %d: messages fall back to gloo, which is slower: %s", self.rank, problem)
-        messages.close()
-        return GlooMessages(own)
+            self.close()
+            raise CommError(problem)
+
+    def _sum_now(self, x: Tensor) -> None:
+        self._sums.begin(x, self.timeout).wait(self.timeout, self._check_ranks)
 
     def post_send(self, message: Tensor, peer: int, operation: Operation) -> _PendingMessage:
         return self._post(lambda: self._messages.send(message, peer), peer, operation)
@@ -198,7 +197,10 @@ class GroupCommunicator(Communicator):
 
     def _check_ranks(self) -> None:
         """Raise if some rank gave up: a rank that fails cannot close the connections of a group that was given."""
-        if self._interrupted or self._board.has_failures():
+        if self._interrupted:
+            raise RuntimeError("interrupted")
+        self._messages.check_ranks()
+        if self._board.has_failures():
             raise RuntimeError("another rank gave up")
 
     def fail(self, error: BaseException) -> None:
@@ -229,6 +231,8 @@ class GroupCommunicator(Communicator):
         """
         try:
             yield
+        except OkTopkError:
+            raise
         except RuntimeError as error:
             raise self._explain(error, operation, peer, deadline) from error
 
@@ -245,7 +249,7 @@ class GroupCommunicator(Communicator):
         late = time.monotonic() >= deadline - _TOLERANCE
         if peer is None or not late:
             self.close()
-        reason, lost = self._board.report_loss(peer)
+        reason, lost = self._board.report_loss(error.peer if isinstance(error, LostRank) else peer)
         if late:  # a pending receive would get the next message, and ranks that wait for this one shall notice
             self.close()
         who = format_ranks(lost) or "the other ranks"

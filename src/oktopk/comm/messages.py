@@ -20,11 +20,13 @@ repeated, or of another operation is a WireError: nothing else would notice a wr
 from __future__ import annotations
 
 import functools
+import json
 import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +55,14 @@ class Closed(TransferError):
     """The connections were closed on this rank."""
 
 
+class LostRank(TransferError):
+    """A connection failed while nothing was under way on it."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
 class Transfer(ABC):
     """A message that is being sent or received."""
 
@@ -74,9 +84,26 @@ class Messages(ABC):
     @abstractmethod
     def receive(self, capacity: int, peer: int) -> Transfer: ...
 
+    def check_ranks(self) -> None:  # noqa: B027 - gloo does not tell
+        """Raise a LostRank if the connection to some rank has ended. May be called by another thread."""
+
     @abstractmethod
     def close(self) -> None:
         """End all connections and all that is under way. May be called twice, and by another thread."""
+
+
+def parse_json(text: bytes, sender: int, phase: str) -> Any:
+    """What another rank sent as JSON.
+
+    Args:
+        text: As it was sent.
+        sender: The rank that sent it.
+        phase: What it belongs to.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"{phase}: rank {sender} sent invalid JSON: {error}") from error
 
 
 def pack(*payloads: Tensor) -> Tensor:

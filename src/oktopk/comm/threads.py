@@ -44,7 +44,7 @@ class _World:
         self.waits_for: dict[int, int] = {}
         """Also of ranks that have timed out."""
         self.failed: tuple[int, BaseException] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come to the thread that holds it, and fail too
 
     def abort(self, rank: int, error: BaseException) -> None:
         """Wake all ranks; the first failure counts."""

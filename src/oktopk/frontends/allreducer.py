@@ -14,7 +14,6 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink
-from ..utils.timeouts import TIMEOUTS
 from .base import FrontEnd, choose_algorithm
 from .bucketed import BucketedGradients, check_pairs
 
@@ -36,7 +35,7 @@ class AllReducer(FrontEnd):
         norm_clip: scale this rank's gradient down to this norm before it is compressed.
         grad_scaler: the GradScaler whose scale the gradients have.
         sinks: where the metrics of every step go.
-        timeout: seconds that any wait for another rank may take.
+        timeout: seconds that a rank that is alive may keep others waiting; by default the process group's own.
         compressor: another name for `algorithm`.
         **options: the other fields of `oktopk.Settings`.
 
@@ -54,7 +53,7 @@ class AllReducer(FrontEnd):
         self, named_parameters: Iterable[tuple[str, Tensor]], algorithm: str | Algorithm = "oktopk",
         density: float = 0.01, comm: Communicator | None = None, trainer: Any = None, *, warmup_steps: int = 128,
         buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = False, norm_clip: float | None = None,
-        grad_scaler: Scaler | None = None, sinks: Iterable[MetricsSink] = (), timeout: float = TIMEOUTS.operation,
+        grad_scaler: Scaler | None = None, sinks: Iterable[MetricsSink] = (), timeout: float | None = None,
         compressor: str | Algorithm | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         chosen = choose_algorithm(algorithm, compressor)

@@ -20,7 +20,6 @@ from ..engine.settings import Options, Settings
 from ..engine.state_dict import saved_layout
 from ..feedback.buckets import Bucket, BucketPlan, flatten, layout_mismatch, make_buckets, unflatten
 from ..metrics.events import MetricsSink
-from ..utils.timeouts import TIMEOUTS
 from .base import FrontEnd, check_momentum
 
 _ANOTHER_MODEL = "a parameter of another model: every DDP model needs an OkTopkState of its own"
@@ -43,7 +42,7 @@ class OkTopkState(FrontEnd):
         grad_scaler: the GradScaler whose scale the gradients have.
         trainer: an object whose lists of metrics are filled; see set_trainer().
         sinks: where the metrics of every step go.
-        timeout: seconds that any wait for another rank may take.
+        timeout: seconds that a rank that is alive may keep others waiting; by default the process group's own.
         **options: the other fields of `oktopk.Settings`.
 
     Example:
@@ -63,7 +62,7 @@ class OkTopkState(FrontEnd):
         density: float = 0.01, warmup_steps: int = 128, *,
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None, buckets: BucketPlan | None = None,
         auto: bool = True, norm_clip: float | None = None, grad_scaler: Scaler | None = None, trainer: Any = None,
-        sinks: Iterable[MetricsSink] = (), timeout: float = TIMEOUTS.operation, **options: Unpack[Options],
+        sinks: Iterable[MetricsSink] = (), timeout: float | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         settings = Settings.from_options(algorithm, density, warmup_steps, norm_clip, auto, options)
         comm = GroupCommunicator.exclusive(process_group, timeout)

@@ -20,7 +20,6 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
-from ..utils.timeouts import TIMEOUTS
 from .base import FrontEnd, check_momentum, choose_algorithm
 from .bucketed import BucketedGradients
 
@@ -48,7 +47,7 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         grad_scaler: the GradScaler whose scale the gradients have.
         trainer: an object whose lists of metrics are filled; see set_trainer().
         sinks: where the metrics of every step go.
-        timeout: seconds that any wait for another rank may take.
+        timeout: seconds that a rank that is alive may keep others waiting; by default the process group's own.
         compressor: another name for `algorithm`.
         **options: the other fields of `oktopk.Settings`.
 
@@ -69,7 +68,7 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         norm_clip: float | None = None, *, model: nn.Module | None = None, comm: Communicator | None = None,
         backward_passes: int = 1, broadcast: bool = True, buckets: BucketPlan = DEFAULT_BUCKET_MB,
         auto: bool = True, grad_scaler: Scaler | None = None, trainer: Any = None,
-        sinks: Iterable[MetricsSink] = (), timeout: float = TIMEOUTS.operation,
+        sinks: Iterable[MetricsSink] = (), timeout: float | None = None,
         compressor: str | Algorithm | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         if not isinstance(optimizer, Optimizer):

@@ -14,6 +14,7 @@ SCHEDULERS = ("slurm", "pbs")
 _TIME = re.compile(r"\d{1,4}:[0-5]\d:[0-5]\d")
 _WORD = re.compile(r"[\w.+@/:,-]+", re.ASCII)
 _NAME_LENGTH = 15  # the limit of older PBS versions
+_RANDOM = "od -An -N32 -tx1 /dev/urandom | tr -d ' \\n'"
 _SPECIAL = re.compile(r'([\\"$`}])')
 
 
@@ -72,6 +73,7 @@ def render(job: Job) -> str:
         *values,
         *_job_values(job),
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{job.cpus_per_rank}}}"',
+        *_secret(job),
         "",
         "# A job that is queued again with the same $out resumes from the last checkpoint.",
         f"{launch} oktopk train \\",
@@ -104,6 +106,16 @@ def _job_values(job: Job) -> list[str]:
     else:
         ranks, identity = str(job.ranks), "${PBS_JOBID:-$$}"
     return [f'nworkers="${{nworkers:-{ranks}}}"', f'out="${{out:-runs/$dnn-$compressor-seed$seed-{identity}}}"']
+
+
+def _secret(job: Job) -> list[str]:
+    """Ranks of srun prove by a secret that they belong to the job. Those of mpiexec connect through MPI."""
+    if job.scheduler != "slurm":
+        return []
+    return [
+        "# New in every job; only its ranks have it (docs/security.md).",
+        f'[ -n "${{OKTOPK_SECRET_FILE:-}}" ] || export OKTOPK_SECRET="${{OKTOPK_SECRET:-$({_RANDOM})}}"',
+    ]
 
 
 def _slurm(job: Job) -> tuple[list[str], str, str]:

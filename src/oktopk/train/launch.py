@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from oktopk.comm import Communicator, GroupCommunicator, MPICommunicator, alone
 from oktopk.utils.processes import Process, local_world, start_processes
+from oktopk.utils.secret import read_secret
 
 from .collective_errors import is_collective
 from .config.options import ConfigError
@@ -24,6 +26,8 @@ from .config.options import ConfigError
 log = logging.getLogger(__name__)
 
 _POLL = 0.05
+_FIRST_PORT, _PORTS = 20_000, 12_000
+"""Below those that the system gives to connections."""
 GRACE = 60.0
 """Seconds for ranks to save and exit after another rank has failed."""
 
@@ -147,9 +151,18 @@ def _threads(ranks: int) -> int:
 
 
 def _slurm_rendezvous(info: RankInfo) -> dict[str, str]:
-    """Use the first host of the job step, and a port derived from the job id."""
+    """Use the first host of the job step, and a port that differs between steps.
+
+    With a secret, others cannot compute the port. They can still find it; docs/security.md says what protects the
+    job then.
+    """
     first = _first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST") or "127.0.0.1")
-    port = 20_000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20_000
+    step = "/".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID"))
+    try:
+        digest = hmac.digest(read_secret() or b"oktopk", step.encode(), "sha256")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    port = _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
     wanted = {"RANK": info.rank, "WORLD_SIZE": info.world, "MASTER_ADDR": first, "MASTER_PORT": port}
     return {name: os.environ.get(name, str(value)) for name, value in wanted.items()}
 

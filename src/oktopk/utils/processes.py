@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +14,10 @@ from typing import IO
 
 import torch.distributed as dist
 
+from .secret import SECRET, new_secret
 from .signals import ask_to_end, forward_signals
 
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 Stream = int | IO[bytes] | None
 
 
@@ -34,13 +38,22 @@ class Process:
 
 @contextmanager
 def local_world(count: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment of each of `count` ranks; their rendezvous is on loopback and lasts for the block."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    """Yield the environment of each of `count` ranks, which listen on loopback only and share a random secret.
+
+    Their rendezvous lasts for the block.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
+    port = listener.getsockname()[1]
+    _store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     shared = {
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        SECRET: new_secret(),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # ranks use the store above instead of opening one
     }
     yield [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

@@ -8,20 +8,29 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Timeouts:
     """How long waits may take, in seconds. Users set the first one, as `timeout=`; the others follow from it or
-    are short: they bound what is nice to have, such as the notes of ranks that are about to end."""
+    are short: they bound what is nice to have, such as the notes of ranks that are about to end.
+
+    Two clocks run while a rank waits for another one. A rank that is alive may keep others waiting for `operation`
+    seconds: it validates, or saves. A rank whose process has ended is lost at once, and one whose host shows no
+    sign of life after `silence` seconds.
+    """
 
     operation: float = 300.0
-    """A message, a sum, or the set-up of a communicator."""
+    """A message, a sum, or the set-up of a communicator, over MPI. Ranks of a process group take its timeout."""
     threads: float = 60.0
     """The same between ranks that are threads of one process."""
+    silence: float = 30.0
+    """Without a sign of life from the host of another rank. Kernels exchange them (comm/tcp/keepalive.py)."""
     rendezvous: float = 20.0
     """Until all ranks have made their TCP connections: they have all met just before. At most a third of the
     timeout of an operation, because ranks that do not have to wait are already at the vote."""
     handshake: float = 5.0
-    """For a peer that has connected to say which rank it is."""
+    """For whoever has connected to prove which rank it is."""
+    last_look: float = 0.5
+    """For a sum that may just be complete when a rank turns out to be gone."""
     poll: float = 1.0
     """Between two looks at the failure board, or at a thread that should be alive, while waiting."""
-    store: float = 3.0
+    store: float = 2.0
     """For an answer of the job's store; its host may be the one that died."""
     silent_store: float = 0.5
     """The same once it has not answered."""

@@ -46,8 +46,19 @@ class Sum:
             except RuntimeError:
                 if self._work.is_completed() or time.monotonic() >= end:
                     break
-            check()
+            try:
+                check()
+            except RuntimeError:  # a rank is gone; it may have been the first to complete this sum
+                if not self._completes(TIMEOUTS.last_look):
+                    raise
+                break
         self._work.wait(timedelta(seconds=TIMEOUTS.immediate))  # raises the error, unless it was only an interval
+
+    def _completes(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not self._work.is_completed() and time.monotonic() < end:
+            time.sleep(TIMEOUTS.pause)
+        return bool(self._work.is_completed())
 
 
 class GroupSums:

@@ -10,6 +10,7 @@ more than its message.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -27,10 +28,13 @@ import torch
 from torch import Tensor
 
 from ...metrics.traffic import Operation
-from ..messages import LENGTH, MIN_RECEIVE, Closed, Messages, Transfer, TransferError, check_length
+from ...utils.timeouts import TIMEOUTS
+from ..messages import LENGTH, MIN_RECEIVE, Closed, LostRank, Messages, Transfer, TransferError, check_length
+from .forks import close_in_children
+from .keepalive import is_silent
 
-_LONGEST_POLL = 2**31 - 1
-"""Milliseconds."""
+_ENDED = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+"""The connection has failed, or its other side has closed it."""
 
 
 class _MeshTransfer(Transfer):
@@ -112,6 +116,7 @@ class Mesh(Messages):
             link.setblocking(False)
         self._release = weakref.finalize(self, _close_all, list(links.values()))
         self._release.atexit = False  # a thread may still be waiting then, and the system closes them anyway
+        close_in_children(self)
 
     def send(self, message: Tensor, peer: int) -> _Send:
         """Begin to send; what the connection accepts at once is gone with this call."""
@@ -141,11 +146,13 @@ class Mesh(Messages):
         with self._turn:
             while not (transfer.done or self._closed):
                 left = deadline - time.monotonic()
-                ready = self._poll.poll(min(1e3 * left, _LONGEST_POLL)) if left > 0 else []
+                ready = self._poll.poll(1e3 * min(left, TIMEOUTS.poll)) if left > 0 else []
                 if self._closed:
                     break
-                if not ready and time.monotonic() >= deadline:
-                    raise TransferError("timed out")
+                if not ready:
+                    if time.monotonic() >= deadline:
+                        raise TransferError("timed out")
+                    self._drop_silent()
                 for descriptor, events in ready:
                     peer = self._peers[descriptor]
                     if events & ~select.POLLOUT:  # also if the peer has closed the connection
@@ -165,22 +172,60 @@ class Mesh(Messages):
                     queue.popleft().done = True
         except BlockingIOError:
             return
-        except OSError as error:  # nothing more gets through, in either direction
-            reason = Closed() if self._closed else TransferError(str(error))
-            for waiting in (self._incoming[peer], self._outgoing[peer]):
-                for transfer in waiting:
-                    transfer.done, transfer.error = True, reason
-                waiting.clear()
+        except TimeoutError:  # the kernel got no answer
+            self._drop(peer, TransferError(_silence()))
+        except OSError as error:
+            self._drop(peer, Closed() if self._closed else TransferError(str(error)))
+
+    def _drop(self, peer: int, reason: TransferError) -> None:
+        """Nothing more gets through, in either direction."""
+        for waiting in (self._incoming[peer], self._outgoing[peer]):
+            for transfer in waiting:
+                transfer.done, transfer.error = True, reason
+            waiting.clear()
+
+    def _drop_silent(self) -> None:
+        """Give up connections whose other host shows no sign of life."""
+        for peer, link in self._links.items():
+            if (self._outgoing[peer] or self._incoming[peer]) and self._is_silent(link):
+                self._drop(peer, TransferError(_silence()))
+                self._watch(peer)
+
+    def _is_silent(self, link: socket.socket) -> bool:
+        try:
+            return is_silent(link, TIMEOUTS.silence)
+        except OSError:  # it has been closed, or has failed: whoever uses it finds out
+            return False
+
+    def check_ranks(self) -> None:
+        links = dict(self._links)
+        looking = select.poll()
+        try:
+            for link in links.values():
+                looking.register(link, _ENDED)
+        except ValueError:  # it is being closed on this rank
+            return
+        ended = {descriptor for descriptor, _ in looking.poll(0)}
+        for peer, link in links.items():
+            if link.fileno() in ended:
+                timed_out = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT
+                raise LostRank(peer, _silence() if timed_out else "connection closed by peer")
+            if self._is_silent(link):
+                raise LostRank(peer, _silence())
 
     def _watch(self, peer: int) -> None:
         """Let poll() report just what is waited for."""
         wanted = (select.POLLIN if self._incoming[peer] else 0) | (select.POLLOUT if self._outgoing[peer] else 0)
         if wanted == self._watched[peer]:
             return
-        if wanted:
-            self._poll.register(self._links[peer], wanted)
-        else:
-            self._poll.unregister(self._links[peer])
+        try:
+            if wanted:
+                self._poll.register(self._links[peer], wanted)
+            else:
+                self._poll.unregister(self._links[peer])
+        except ValueError:  # a signal has closed it in this very thread; whoever waits looks for that
+            if not self._closed:
+                raise
         self._watched[peer] = wanted
 
     def close(self) -> None:
@@ -199,6 +244,10 @@ class Mesh(Messages):
                 continue
         with self._turn:
             self._release()
+
+
+def _silence() -> str:
+    return f"no sign of life from its host for {TIMEOUTS.silence:g} s"
 
 
 def _close_all(links: Iterable[socket.socket]) -> None:

@@ -1,28 +1,35 @@
-"""How ranks that share a store connect to each other by TCP."""
+"""How the ranks of a job find out where to connect to, and whether they may.
+
+Every rank introduces itself to all others, over a gloo group that connects them already: nothing of this is in the
+job's store, where a stranger could read or change it.
+"""
 
 from __future__ import annotations
 
-import hmac
+import hashlib
+import ipaddress
+import json
 import os
 import secrets
 import select
 import socket
 import struct
-import time
-from contextlib import ExitStack
-from datetime import timedelta
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from ...errors import CommError
-from ...utils.timeouts import TIMEOUTS
+from ...utils.secret import SECRET, SECRET_FILE, is_required, read_secret
 from ..process_group.gloo_abort import INTERFACES
 from ..transport import format_ranks
+from .forks import close_in_children
+from .handshake import MOST_UNIDENTIFIED, Endpoint, derive_key
 
-SECRET = 16
-"""Bytes that only readers of the store know: others who find the port are rejected."""
-_HELLO = struct.Struct(f"<{SECRET}sI")
+ROOM = 1024
+"""The most bytes of an introduction."""
+_LONGEST = 300
 _SIOCGIFADDR = 0x8915
-_UNREACHABLE = "-"
 
 
 def tcp_allowed() -> bool:
@@ -34,19 +41,120 @@ def tcp_allowed() -> bool:
     return wanted == "tcp" and plain and hasattr(select, "poll")
 
 
-def connect_all(store: Any, rank: int, world: int, deadline: float) -> dict[int, socket.socket]:
-    """A connection to every other rank: each rank connects to those before it, and accepts those after it."""
-    secret = secrets.token_bytes(SECRET)
+@dataclass(frozen=True)
+class Introduction:
+    """What a rank tells all others before they connect."""
+
+    nonce: str
+    machine: str
+    """Ranks with the same one reach each other by loopback."""
+    fingerprint: str | None = None
+    """Of its secret."""
+    endpoint: Endpoint | None = None
+    """Where it listens; None if it wants or has no TCP connections."""
+    obstacle: str | None = None
+    """Why it cannot listen."""
+    problem: str | None = None
+    """Why the job must not start."""
+    required: bool = False
+    """Whether it refuses messages over connections that no secret protects."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def introduce(store: Any, name: str, world: int) -> tuple[Introduction, bytes | None, socket.socket | None]:
+    """This rank's introduction, its secret, and the socket where it listens; problems are in the first.
+
+    Args:
+        store: The job's store; its host tells through which interface this rank is reached.
+        name: Of the group of ranks.
+        world: How many ranks there are.
+    """
+    nonce, machine = secrets.token_hex(16), _machine()
     try:
-        host = local_address(store)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=world)
-    except OSError:
-        store.set(_key(rank), _UNREACHABLE)  # so that no rank waits for it
-        raise
-    with listener:
-        store.set(_key(rank), f"{secret.hex()} {listener.getsockname()[1]} {host}")
-        return _Rendezvous(rank, secret, _addresses(store, world, deadline), deadline).connect(listener)
+        secret = read_secret()
+        tcp = tcp_allowed()
+    except (ValueError, CommError) as error:
+        return Introduction(nonce, machine, problem=str(error)[:_LONGEST]), None, None
+    fingerprint = None if secret is None else derive_key(secret, b"fingerprint " + name.encode()).hex()[:16]
+    me = Introduction(nonce, machine, fingerprint, required=is_required())
+    if not tcp or world == 1:
+        return me, secret, None
+    try:
+        listener = listen(local_address(store), world)
+    except Exception as error:  # whatever it is, the others wait for this rank
+        return replace(me, obstacle=repr(error)[:_LONGEST]), secret, None
+    return replace(me, endpoint=advertise(listener)), secret, listener
+
+
+def listen(host: str, world: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=world + MOST_UNIDENTIFIED)
+    close_in_children(listener)
+    return listener
+
+
+def advertise(listener: socket.socket) -> Endpoint:
+    """The endpoint that other ranks are told to connect to; a relay between ranks would be named here."""
+    host, port, *_ = listener.getsockname()
+    return host, port
+
+
+def parse_introductions(texts: Sequence[bytes]) -> list[Introduction]:
+    """Those of all ranks, in rank order."""
+    found = []
+    for rank, text in enumerate(texts):
+        try:
+            fields = json.loads(text)
+            endpoint = fields.pop("endpoint")
+            found.append(Introduction(**fields, endpoint=endpoint and (str(endpoint[0]), int(endpoint[1]))))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise CommError(f"rank {rank} sent an unreadable introduction: {error!r}") from error
+    return found
+
+
+def find_problem(everybody: Sequence[Introduction]) -> str | None:
+    """Why the job must not start, the same on all ranks; None if it may."""
+    for rank, one in enumerate(everybody):
+        if one.problem is not None:
+            return f"rank {rank}: {one.problem}"
+    remedy = f"set {SECRET} or {SECRET_FILE} to the same secret on all ranks"
+    ranks = range(len(everybody))
+    without = [rank for rank in ranks if everybody[rank].fingerprint is None]
+    if without and len(without) < len(everybody):
+        others = [rank for rank in ranks if rank not in without]
+        return f"no secret on {format_ranks(without)}, but on {format_ranks(others)}: {remedy}"
+    differing = [rank for rank in ranks if everybody[rank].fingerprint != everybody[0].fingerprint]
+    if differing:
+        return f"rank 0 has another secret than {format_ranks(differing)}: {remedy}"
+    return None
+
+
+def find_obstacle(everybody: Sequence[Introduction]) -> str | None:
+    """Why messages cannot have TCP connections, the same on all ranks; "" if a rank does not want any."""
+    for rank, one in enumerate(everybody):
+        if one.obstacle is not None:
+            return f"rank {rank} has no reachable address: {one.obstacle}"
+    if any(one.endpoint is None for one in everybody):
+        return ""
+    hidden = [rank for rank, one in enumerate(everybody) if one.endpoint and _is_loopback(one.endpoint[0])]
+    if hidden and spans_machines(everybody):
+        return (
+            f"{format_ranks(hidden)} found a loopback address for its own host, which other hosts cannot reach: "
+            f"name the network interface in {INTERFACES}"
+        )
+    return None
+
+
+def spans_machines(everybody: Sequence[Introduction]) -> bool:
+    return len({one.machine for one in everybody}) > 1
+
+
+def session_key(secret: bytes | None, everybody: Sequence[Introduction]) -> bytes:
+    """What only the ranks of this job know: of their secret, and of nonces that are new in every session."""
+    said = b"\n".join(one.to_bytes() for one in everybody)
+    return derive_key(secret, hashlib.sha256(said).digest())
 
 
 def local_address(store: Any) -> str:
@@ -75,93 +183,12 @@ def _resolve_own_host() -> str:
         return "127.0.0.1"
 
 
-class _Address(NamedTuple):
-    secret: bytes
-    port: int
-    host: str
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.split("%")[0]).is_loopback
 
 
-def _key(rank: int) -> str:
-    return f"address/{rank}"
-
-
-def _addresses(store: Any, world: int, deadline: float) -> list[_Address]:
-    """Those of all ranks, from the store."""
-    keys = [_key(rank) for rank in range(world)]
-    store.wait(keys, timedelta(seconds=_remaining(deadline)))
-    entries = [text.decode().split(" ") for text in store.multi_get(keys)]
-    unreachable = [rank for rank, words in enumerate(entries) if words == [_UNREACHABLE]]
-    if unreachable:
-        raise ConnectionError(f"{format_ranks(unreachable)} has no reachable address")
-    return [_Address(bytes.fromhex(secret), int(port), host) for secret, port, host in entries]
-
-
-def _remaining(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return left
-
-
-class _Rendezvous:
-    """One rank's part of connecting all."""
-
-    def __init__(self, rank: int, secret: bytes, addresses: list[_Address], deadline: float) -> None:
-        self.rank, self.secret, self.addresses, self.deadline = rank, secret, addresses, deadline
-
-    def connect(self, listener: socket.socket) -> dict[int, socket.socket]:
-        links: dict[int, socket.socket] = {}
-        with ExitStack() as undo:
-            for peer in range(self.rank):
-                links[peer] = self._connect_to(peer, undo)
-            while missing := [peer for peer in range(self.rank + 1, len(self.addresses)) if peer not in links]:
-                link = self._accept(listener, missing)
-                found = self._identify(link, missing)
-                if found is None:
-                    link.close()
-                else:
-                    links[found] = undo.enter_context(link)
-                    link.sendall(self.addresses[found].secret)
-            for link in links.values():
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            undo.pop_all()
-        return links
-
-    def _connect_to(self, peer: int, undo: ExitStack) -> socket.socket:
-        secret, port, host = self.addresses[peer]
-        try:
-            link = socket.create_connection((host, port), timeout=_remaining(self.deadline))
-            undo.enter_context(link)
-            link.sendall(_HELLO.pack(secret, self.rank))
-            if not hmac.compare_digest(_recv_exactly(link, SECRET, self.deadline), self.secret):
-                raise ConnectionError("handshake failed: unexpected peer")
-        except OSError as error:
-            raise ConnectionError(f"rank {peer} at {host}, port {port}: {error}") from error
-        return link
-
-    def _accept(self, listener: socket.socket, missing: list[int]) -> socket.socket:
-        try:
-            listener.settimeout(_remaining(self.deadline))
-            return listener.accept()[0]
-        except TimeoutError as error:
-            raise TimeoutError(f"timed out waiting for {format_ranks(missing)} to connect") from error
-
-    def _identify(self, link: socket.socket, missing: list[int]) -> int | None:
-        """Which of the missing ranks has connected; None if it is a stranger."""
-        try:
-            hello = _recv_exactly(link, _HELLO.size, min(self.deadline, time.monotonic() + TIMEOUTS.handshake))
-        except OSError:
-            return None
-        secret, rank = _HELLO.unpack(hello)
-        return rank if rank in missing and hmac.compare_digest(secret, self.secret) else None
-
-
-def _recv_exactly(link: socket.socket, size: int, deadline: float) -> bytes:
-    received = b""
-    while len(received) < size:
-        link.settimeout(_remaining(deadline))
-        more = link.recv(size - len(received))
-        if not more:
-            raise ConnectionError("connection closed by peer")
-        received += more
-    return received
+def _machine() -> str:
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:  # not Linux
+        return socket.gethostname()

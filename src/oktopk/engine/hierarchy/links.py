@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Metered
-from ...comm.messages import seal, sealed_bytes, unseal
+from ...comm.messages import parse_json, seal, sealed_bytes, unseal
 from ...feedback.buckets import Bucket
 from ...metrics.traffic import Operation, Traffic
 
@@ -55,7 +55,7 @@ class LocalLinks:
 
     def recv_json(self, rank: int, phase: str, patience: float = 1.0) -> Any:
         text = self.recv(_ROOM, rank, phase, torch.uint8, control=True, patience=patience)
-        return json.loads(bytes(text.numpy()))
+        return parse_json(bytes(text.numpy()), rank, phase)
 
 
 class LocalTransport(ABC):

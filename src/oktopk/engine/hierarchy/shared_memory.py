@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
+import stat
 import tempfile
 import uuid
 from collections import Counter
@@ -16,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CommError
+from ...errors import CommError, WireError
 from ...feedback.buckets import Bucket
 from ...metrics.traffic import Operation, Traffic
 from .links import MEAN, RESULT, Entries, LocalLinks, LocalTransport
 
 _FOLDER = Path("/dev/shm")
+_NAME = re.compile(r"oktopk-[0-9a-f]{32}")
 _PHASE = "host memory"
 
 
@@ -159,10 +162,20 @@ def _create(size: int) -> Iterator[tuple[str, Tensor]]:
         path.unlink(missing_ok=True)
 
 
-def _open(path: str, size: int) -> Tensor:
-    """Memory that another process has created."""
-    file = os.open(path, os.O_RDWR)
+def _folder() -> Path:
+    return _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
+
+
+def _open(path: Any, size: int) -> Tensor:
+    """Memory that another process has created as above. No other file is opened, whatever the leader names."""
+    name = Path(path).name if isinstance(path, str) else ""
+    if not _NAME.fullmatch(name):
+        raise WireError(f"host memory: the leader named {path!r}, which is no shared memory of ours")
+    file = os.open(_folder() / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != size:
+            raise WireError(f"host memory: {path} is no shared memory of {size} bytes of ours")
         return _map(file, size)
     finally:
         os.close(file)

@@ -47,7 +47,7 @@ def _command(plan: Plan) -> list[str]:
 
 def run_on_loopback(command: Sequence[str], ranks: int, timeout: float, show: bool = False) -> str:
     """Run the command as `ranks` processes on loopback; returns the stdout of rank 0. `show` shows its stderr."""
-    own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GLOO_SOCKET_IFNAME": "lo"}
+    own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with contextlib.ExitStack() as stack:
         outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(ranks)]
         world = stack.enter_context(local_world(ranks))

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from oktopk.utils.secret import SECRET, new_secret
+
 from .cleanup import hold_signals, live_labs, watch_signals
 from .job import Job, RankResult
 from .namespaces import LabError, call, find_tool, list_namespaces, remove, remove_orphans, start_time
@@ -205,7 +207,7 @@ class Lab:
         """The environment of each rank."""
         world = len(self._hosts) * self.ranks_per_host
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", SECRET: new_secret()}
         shared = {
             **defaults,
             **inherited,

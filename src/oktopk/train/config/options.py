@@ -172,7 +172,7 @@ class TrainConfig:
     )
     ranks: int | None = option(None, integer(1), RANKS, "start this many ranks on this machine")
     timeout: float = option(
-        300.0, number(above=0, up_to=1e6), RANKS, "seconds to wait for another rank before failing"
+        1800.0, number(above=0, up_to=1e6), RANKS, "seconds to wait for a rank that is alive before failing"
     )
 
     out: Path | None = option(None, path, OUTPUT, "run folder (default: a new one in runs/)")

@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 from oktopk.tools.lab import Lab
+from oktopk.utils.secret import SECRET, new_secret
 
 from ..network import Network
 from .processes import run_all
@@ -32,6 +33,7 @@ def calibrate_loopback(ranks: int = 2) -> Network:
         shared = {
             "WORLD_SIZE": str(ranks),
             "GLOO_SOCKET_IFNAME": "lo",
+            SECRET: new_secret(),
             "OKTOPK_RENDEZVOUS": f"file://{folder}/rendezvous",
         }
         environments = [{**shared, "RANK": str(rank)} for rank in range(ranks)]
