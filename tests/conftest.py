@@ -78,6 +78,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Background shells and nohup let their children ignore these, and children pass that on to theirs.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     if not hasattr(config, "workerinput"):
         os.environ[RUN] = str(os.getpid())
 

@@ -138,6 +138,49 @@ def test_nothing_goes_on_after_an_interrupt_of_a_job_done_here() -> None:
     assert done == []
 
 
+def test_an_interrupt_of_the_report_is_raised_once() -> None:
+    """A loop that catches it would otherwise never end."""
+
+    def interrupted(error: BaseException) -> None:
+        raise KeyboardInterrupt
+
+    worker = Worker("test worker", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.here(failing)
+    with pytest.raises(RuntimeError, match="interrupted mid-step"):
+        worker.wait()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, TimeoutError])
+def test_nothing_goes_on_after_an_interrupt_of_the_wait(
+    raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits does not know the result; signal handlers may raise anything. Jobs behind it are not done."""
+    begun, go_on, done = threading.Event(), threading.Event(), []
+    worker = Worker("test worker", lambda error: done.append("told"))
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    def interrupt(timeout: float) -> bool:
+        raise raised
+
+    worker.submit(slow)
+    worker.submit(lambda: done.append("waiting"))
+    assert begun.wait(60)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker._shared.changed, "wait", interrupt)
+        with pytest.raises(raised):
+            worker.wait()
+    go_on.set()
+    assert worker.close()
+    for call in (worker.wait, lambda: worker.here(failing), lambda: worker.submit(failing)):
+        with pytest.raises(RuntimeError, match=r"interrupted mid-step.*Restart from the last checkpoint"):
+            call()
+    assert done == []
+
+
 @pytest.mark.parametrize("stopped", ["doing it", "waiting for the other thread"])
 def test_a_job_that_ends_well_does_not_make_up_for_an_interrupt(
     stopped: str, monkeypatch: pytest.MonkeyPatch

@@ -133,12 +133,6 @@ def test_types_are_not_mixed_in_a_bucket(plan: object) -> None:
     }
 
 
-def test_complex_parameters_are_refused() -> None:
-    parameter = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    with oktopk.AllReducer([("w", parameter)]) as reducer, pytest.raises(ValueError, match="complex64"):
-        reducer.sync({"w": torch.zeros(3, dtype=torch.complex64)})
-
-
 def test_sparse_gradients_are_refused() -> None:
     embedding = nn.Embedding(10, 3, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()

@@ -8,7 +8,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +139,6 @@ def test_a_folder_of_something_else_is_left_alone(
     assert len(calls(tmp_path)) == 1
 
 
-@pytest.fixture
-def hang_up() -> Iterator[None]:
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_the_run_save_itself_and_ends_the_sweep(
     number: signal.Signals, tmp_path: Path, command: list[str]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ..errors import CommError
 from ..metrics.traffic import Operation, Traffic, total
-from .agreement import agree, gather_json
+from .agreement import agree, checking_together, gather_json
 from .base import Communicator, Wrapped
 from .group import GroupCommunicator
 from .messages import pack, packed_bytes, unpack
@@ -59,6 +59,7 @@ __all__ = [
     "Wrapped",
     "agree",
     "alone",
+    "checking_together",
     "default_communicator",
     "exclusive_communicator",
     "gather_json",

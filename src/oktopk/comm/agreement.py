@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from ..errors import WireError
+from ..errors import OkTopkError, WireError
 from .base import Communicator
 from .messages import parse_json
 
@@ -44,6 +45,28 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
             if here != there:
                 who = comm.global_rank(rank)
                 raise ValueError(f"ranks disagree on {name}: rank {own} has {here}, rank {who} {there}")
+
+
+@contextmanager
+def checking_together(comm: Communicator, owned: bool) -> Iterator[dict[str, object]]:
+    """Check arguments on all ranks at once: an error in the block on one of them is an error on every one.
+
+    The block puts into the dictionary what the ranks must agree on. If they do not, a communicator that is `owned`
+    is closed.
+    """
+    terms: dict[str, object] = {}
+    try:
+        try:
+            yield terms
+        except Exception as error:
+            with suppress(ValueError, OkTopkError):  # it is for the others; here the error itself is raised
+                agree(comm, {}, f"{type(error).__name__}: {error}")
+            raise
+        agree(comm, terms)
+    except BaseException:
+        if owned:
+            comm.close()
+        raise
 
 
 def _shorten(text: str, longest: int = _LONGEST) -> str:

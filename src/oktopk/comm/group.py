@@ -239,8 +239,8 @@ class GroupCommunicator(Communicator):
     def _explain(self, error: Exception, operation: Operation, peer: int | None, deadline: float) -> CommError:
         """The root cause on another rank, if that rank left a note.
 
-        Unless it is late, the connections are closed at once, so that the other ranks notice and leave their notes:
-        those that wait for this rank would otherwise notice one after the other.
+        Unless it is late, the connections are closed at once, so that the other ranks notice and leave their
+        notes: those that wait for this rank would otherwise notice one after the other.
         """
         if self._interrupted:
             return CommError(f"{operation}: {INTERRUPTED}")

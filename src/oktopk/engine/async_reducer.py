@@ -6,12 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..comm import Communicator
+from ..comm import Communicator, checking_together
 from ..errors import NonFiniteError, add_step
 from ..feedback.buckets import Bucket
 from ..metrics.events import SPARSE, MetricsSink, StepEvent
@@ -77,22 +78,27 @@ class AsyncReducer:
         `fill`, if given, is called first, in the thread that reduces the bucket, to write the gradient there.
         """
         steps, scale = self._steps, self._scale()
-        if self._first_handed is None:
-            self._worker.wait()
-            steps.begin()
 
         def reduce() -> None:
             if fill is not None:
                 fill()
             steps.reduce(bucket, grad, scale)
 
-        self._last_handed = time.perf_counter()
-        if self._first_handed is None:
-            self._first_handed = self._last_handed
-        if self._in_worker:
-            self._worker.submit(reduce)
-        else:
-            self._worker.here(reduce)
+        with self.uninterrupted():
+            if self._first_handed is None:
+                self._worker.wait()
+                steps.begin()
+            self._last_handed = time.perf_counter()
+            if self._first_handed is None:
+                self._first_handed = self._last_handed
+            if self._in_worker:
+                self._worker.submit(reduce)
+            else:
+                self._worker.here(reduce)
+
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        """A block of which a part is worse than nothing: after a Ctrl-C inside it every call is an error."""
+        return self._worker.uninterrupted()
 
     @property
     def _in_worker(self) -> bool:
@@ -109,7 +115,7 @@ class AsyncReducer:
         return steps.last
 
     def abandon(self, overwritten: bool = False) -> None:
-        """Give up a step that was begun but will not be finished: its gradients go to the residuals.
+        """Give up, on all ranks, a step that was begun but will not be finished: gradients go to the residuals.
 
         Only what was sent does so if their memory is `overwritten`.
         """
@@ -119,12 +125,13 @@ class AsyncReducer:
 
     def _end_step(self, job: Callable[[], object]) -> None:
         """Run the last job of a step, in the thread that has reduced its buckets."""
-        self._first_handed = None
-        if self._in_worker:
-            self._worker.submit(job)
-            self._worker.wait()
-        else:
-            self._worker.here(job)
+        with self.uninterrupted():
+            self._first_handed = None
+            if self._in_worker:
+                self._worker.submit(job)
+                self._worker.wait()
+            else:
+                self._worker.here(job)
 
     def run(self, job: Callable[[Communicator], T]) -> T:
         """Let the worker communicate about something else, and return the result of `job`."""
@@ -134,9 +141,28 @@ class AsyncReducer:
             results.append(job(meter))
             meter.pop_traffic()  # these bytes belong to no step
 
-        self._worker.submit(communicate)
-        self._worker.wait()
+        with self.uninterrupted():
+            self._worker.submit(communicate)
+            self._worker.wait()
         return results[0]
+
+    def checking_together(self) -> AbstractContextManager[dict[str, object]]:
+        """A block, between steps, that checks arguments: an error in it on one rank is an error on all."""
+        self.drain()
+        return checking_together(self._comm, owned=False)
+
+    def give_up(self, error: Exception) -> NoReturn:
+        """Raise an error of the calling thread on all ranks; one of the worker, if there was one before."""
+
+        def fail() -> None:
+            raise error
+
+        self._worker.here(fail)
+        raise AssertionError("unreachable")
+
+    def check(self) -> None:
+        """Raise the error that there was, if any."""
+        self._worker.check()
 
     def drain(self) -> None:
         """Wait until the worker has nothing to do."""

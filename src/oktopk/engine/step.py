@@ -154,8 +154,20 @@ class StepReducer:
             self.step, events, skipped=skipped, culprits=culprits,
             start=start, handed_over=handed_over, stop=time.perf_counter(),
         )  # fmt: skip
+        self._keep_used()
         self._close(event)
         return event
+
+    def _keep_used(self) -> None:
+        """Forget buckets that this step did not have, because their parameters were frozen."""
+        used = {result.handed.state.bucket for result in self._results}
+        if len(used) < len(self.buckets):
+            self.buckets = {bucket: state for bucket, state in self.buckets.items() if bucket in used}
+            self.groups = {
+                first: group
+                for first, group in self.groups.items()
+                if used.issuperset(state.bucket for state in group.members)
+            }
 
     def _gather_names(self) -> tuple[str, ...]:
         """Where numbers were not finite, the same on all ranks; a leader has gathered it for its host."""
@@ -189,7 +201,10 @@ class StepReducer:
         """Roll the step back after an error in backward: what buckets have sent returns to their residuals.
 
         What their memory held is lost if it was `overwritten` by the next gradients, which are left as they are.
+        A rank that did so alone, or after another bucket, would mix its next sums with those of this step.
         """
+        agree(self.meter, {"step to abandon": self.step, "buckets handed in": self._handed})
+        self.meter.pop_traffic()
         if overwritten:
             self._dense.drop_overwritten()
         else:

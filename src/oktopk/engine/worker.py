@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..utils.timeouts import TIMEOUTS
 
@@ -18,7 +19,9 @@ class _Shared:
     """What the thread knows. It does not know the Worker, so that a forgotten Worker can end it."""
 
     def __init__(self, on_error: Callable[[BaseException], None], wake: Callable[[], None] | None) -> None:
-        self.changed = threading.Condition()
+        # Taken in C: an interrupt inside Condition.__enter__ would leave it locked.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.jobs: deque[Job] = deque()
         self.busy = False
         self.closed = False
@@ -30,7 +33,7 @@ class _Shared:
 
     def run(self) -> None:
         while True:
-            with self.changed:
+            with self.lock:
                 self.changed.wait_for(lambda: self.jobs or self.closed)
                 if not self.jobs:
                     return
@@ -38,7 +41,7 @@ class _Shared:
                 self.busy = True
             error = self._do(job)
             del job  # and what it holds
-            with self.changed:
+            with self.lock:
                 self.busy = False
                 self.fail(error)
                 self.changed.notify_all()
@@ -47,7 +50,7 @@ class _Shared:
 
     def fail(self, error: BaseException | None) -> None:
         """With the first error there is: the job of another thread may have failed meanwhile."""
-        with self.changed:
+        with self.lock:
             if self.error is None:
                 self.error = error
             if self.error is not None:
@@ -57,9 +60,12 @@ class _Shared:
     def _do(self, job: Job) -> BaseException | None:
         """The error of a job, to be raised by whoever waits for it."""
         try:
-            job()
-        except BaseException as error:
-            return self.report(error)
+            try:
+                job()
+            except BaseException as error:
+                return self.report(error)
+        except BaseException as second:
+            return second
         return None
 
     def report(self, error: BaseException) -> BaseException:
@@ -67,13 +73,13 @@ class _Shared:
         self.failing = error
         try:
             self.on_error(error)
-        except BaseException as second:  # has the first one as its context
+        except Exception as second:  # has the first one as its context
             return second
         return error
 
     def close(self, patience: float, wake: bool) -> bool:
         """Ask the thread to end, and wait for it: with patience, then by waking it; whether it has ended."""
-        with self.changed:
+        with self.lock:
             self.closed = True
             self.changed.notify_all()
         if self.thread is None or self.thread is threading.current_thread():
@@ -107,8 +113,8 @@ class Worker:
 
     def submit(self, job: Job) -> None:
         shared = self._shared
-        with shared.changed:
-            self._raise()
+        with shared.lock:
+            self.check()
             if shared.closed:
                 raise RuntimeError(f"{self._name} is closed")
             shared.jobs.append(job)
@@ -120,38 +126,57 @@ class Worker:
     def here(self, job: Job) -> None:
         """Do a job at once, in the thread of the caller. An error counts like one of the other thread."""
         shared = self._shared
-        self._raise()
+        self.check()
         if shared.failing is not None:  # what is begun now, nobody would end
             raise shared.failing
         if shared.closed:
             raise RuntimeError(f"{self._name} is closed")
-        try:
+        with self.uninterrupted():
             self._do_here(job)
+
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """A block of which a part is worse than nothing: after an interrupt inside it every call is an error.
+
+        The interrupt itself is raised as it came. The other ranks are not told: they may have got one too.
+        """
+        try:
+            yield
         except Exception:
             raise
         except BaseException:
-            shared.fail(RuntimeError(f"{self._name}: {_INTERRUPTED}"))
+            self._interrupted()
             raise
+
+    def _interrupted(self) -> None:
+        self._shared.fail(RuntimeError(f"{self._name}: {_INTERRUPTED}"))
 
     def _do_here(self, job: Job) -> None:
         shared = self._shared
         try:
             job()
         except Exception as error:
-            with shared.changed:
+            with shared.lock:
                 shared.jobs.clear()
             self.wait()  # for the job that is under way: if it fails too, that is the error
             shared.fail(shared.report(error))
-            self._raise()
+            self.check()
 
     def wait(self) -> None:
         """Until all jobs are done. They are bounded by the timeouts of what they wait for themselves."""
+        try:
+            self._wait()
+        except BaseException:  # also what a signal handler raises
+            self._interrupted()
+            raise
+        self.check()
+
+    def _wait(self) -> None:
         shared = self._shared
-        with shared.changed:
+        with shared.lock:
             while (shared.jobs or shared.busy) and shared.error is None:
-                if not shared.changed.wait(TIMEOUTS.poll) and not self.alive and shared.error is None:
-                    raise RuntimeError(f"{self._name} has ended without finishing its work")
-        self._raise()
+                if not shared.changed.wait(TIMEOUTS.poll) and not self.alive:
+                    shared.fail(RuntimeError(f"{self._name} has ended without finishing its work"))
 
     @property
     def alive(self) -> bool:
@@ -164,6 +189,7 @@ class Worker:
         """
         return self._shared.close(TIMEOUTS.close, wake)
 
-    def _raise(self) -> None:
+    def check(self) -> None:
+        """Raise the error that there was, if any."""
         if self._shared.error is not None:
             raise self._shared.error

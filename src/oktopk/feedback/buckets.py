@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -43,6 +43,11 @@ class Bucket:
         """The first index of each place in `filled`."""
         return torch.tensor([place.start for place in self.filled], dtype=torch.int64)
 
+    def only(self, names: Collection[str]) -> Bucket:
+        """The bucket of those of its parameters that are among `names`."""
+        kept = [pair for pair in zip(self.names, self.sizes, strict=True) if pair[0] in names]
+        return Bucket(tuple(name for name, _ in kept), tuple(size for _, size in kept))
+
     def __str__(self) -> str:
         first, *rest = self.names
         return f"{first} … {rest[-1]} ({len(self.names)} parameters)" if rest else first
@@ -69,6 +74,14 @@ def make_buckets(
     )
 
 
+def check_plan(plan: BucketPlan | None) -> None:
+    """Raise if this is no way to form buckets; None is DDP's own."""
+    size = isinstance(plan, (int, float)) and not isinstance(plan, bool) and plan > 0
+    names = isinstance(plan, Sequence) and not isinstance(plan, str)
+    if not (plan is None or plan == "model" or size or names):
+        raise ValueError(f'buckets must be "model", a size in MB or lists of names, got {plan!r}')
+
+
 def _split_by_kind(names: Sequence[str], kind_of: Mapping[str, Hashable]) -> list[list[str]]:
     apart: dict[Hashable, list[str]] = {}
     for name in names:
@@ -78,12 +91,11 @@ def _split_by_kind(names: Sequence[str], kind_of: Mapping[str, Hashable]) -> lis
 
 def _plan_names(sizes: Mapping[str, int], plan: BucketPlan) -> Iterable[Sequence[str]]:
     """The names of each bucket."""
-    if plan == "model":
+    check_plan(plan)
+    if isinstance(plan, str):
         return [list(sizes)]
-    if isinstance(plan, (int, float)) and not isinstance(plan, bool) and plan > 0:
+    if isinstance(plan, (int, float)):
         return _fill_buckets(sizes, int(plan * 2**20))
-    if isinstance(plan, str) or not isinstance(plan, Sequence):
-        raise ValueError(f'buckets must be "model", a size in MB or lists of names, got {plan!r}')
     named = [name for names in plan for name in names]
     if sorted(named) != sorted(sizes):
         wrong = sorted(set(named) ^ set(sizes)) or sorted({name for name in named if named.count(name) > 1})

@@ -9,19 +9,20 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..algorithms import Algorithm
-from ..comm import Communicator, exclusive_communicator
+from ..comm import Communicator, checking_together, exclusive_communicator
 from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink
-from .base import FrontEnd, choose_algorithm
+from .base import FrontEnd, check_supported, choose_algorithm, describe
 from .bucketed import BucketedGradients, check_pairs
 
 
 class AllReducer(FrontEnd):
     """Averages named gradients over all ranks by sparse all-reduce with error feedback, bucket by bucket.
 
-    Without torch.distributed this process is the only rank.
+    Without torch.distributed this process is the only rank. Parameters that are frozen or unfrozen later, on all
+    ranks, are left out or averaged from the next sync() on.
 
     Args:
         named_parameters: pairs of name and parameter, as from model.named_parameters().
@@ -56,11 +57,15 @@ class AllReducer(FrontEnd):
         grad_scaler: Scaler | None = None, sinks: Iterable[MetricsSink] = (), timeout: float | None = None,
         compressor: str | Algorithm | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
-        chosen = choose_algorithm(algorithm, compressor)
-        settings = Settings.from_options(chosen, density, warmup_steps, norm_clip, auto, options)
-        self._gradients = BucketedGradients(check_pairs(named_parameters), buckets)
-        owned = exclusive_communicator(timeout) if comm is None else comm
-        engine = AsyncReducer(settings, owned, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
+        ranks = exclusive_communicator(timeout) if comm is None else comm
+        with checking_together(ranks, owned=comm is None) as terms:
+            chosen = choose_algorithm(algorithm, compressor)
+            settings = Settings.from_options(chosen, density, warmup_steps, norm_clip, auto, options)
+            named = check_pairs(named_parameters)
+            check_supported(named.items())
+            self._gradients = BucketedGradients(named, buckets)
+            terms |= settings.terms() | describe(named) | {"buckets": self._gradients.buckets}
+        engine = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
         self._hold(engine, trainer)
 
     @property
@@ -82,8 +87,17 @@ class AllReducer(FrontEnd):
             grads: gradients by name, changed in place. A missing one counts as zeros.
 
         Returns:
-            All gradients by name; missing ones are made.
+            The gradients of all parameters that require one, by name; missing ones are made.
         """
+        self._check_gradients(grads)
+        with self._engine.uninterrupted():
+            self._gradients.follow(self._engine)
+            factor = self._engine.clip_factor(grad for grad in grads.values() if grad is not None)
+            for bucket in self.buckets:
+                self._gradients.submit(self._engine, bucket, grads, factor)
+            return self._gradients.finish(self._engine, grads)
+
+    def _check_gradients(self, grads: Mapping[str, Tensor | None]) -> None:
         parameters = self._gradients.parameters
         for name, grad in grads.items():
             if name not in parameters:
@@ -93,10 +107,8 @@ class AllReducer(FrontEnd):
             if grad is not None and grad.shape != parameters[name].shape:
                 shape = tuple(parameters[name].shape)
                 raise ValueError(f"the gradient of {name} has shape {tuple(grad.shape)}, its parameter {shape}")
-        factor = self._engine.clip_factor(grad for grad in grads.values() if grad is not None)
-        for bucket in self.buckets:
-            self._gradients.submit(self._engine, bucket, grads, factor)
-        return self._gradients.finish(self._engine, grads)
+            if grad is not None and not parameters[name].requires_grad:
+                raise ValueError(f"{name} does not require a gradient, so it is not averaged: leave it out")
 
     def abandon(self) -> None:
         """Give up a step that sync() could not finish, on all ranks: what was sent returns to the residuals."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..algorithms import Algorithm
-from ..comm import Communicator
+from ..comm import Communicator, agree
 from ..engine.async_reducer import AsyncReducer
 from ..engine.settings import Settings
 from ..metrics.events import MetricsSink, StepEvent
@@ -24,10 +25,20 @@ Self = TypeVar("Self", bound="FrontEnd")
 class FrontEnd:
     """Holds an engine, and shows what users call. All of it is between steps, or waits until it is."""
 
-    _engine: AsyncReducer
+    _held: AsyncReducer | None = None
+
+    @property
+    def _engine(self) -> AsyncReducer:
+        if self._held is None:
+            self._held = self._connect()
+        return self._held
+
+    def _connect(self) -> AsyncReducer:
+        """The engine of a copy that is used for the first time."""
+        raise AttributeError("there is no engine yet")
 
     def _hold(self, engine: AsyncReducer, trainer: Any) -> None:
-        self._engine = engine
+        self._held = engine
         if trainer is None:
             _log.debug("no trainer is linked: its lists of metrics are not filled")
         else:
@@ -90,6 +101,11 @@ class FrontEnd:
         """End the worker thread and its connections, and close the sinks. Calling it twice is fine."""
         self._engine.close()
 
+    def _agree_unapplied(self) -> None:
+        """The last mean was not applied here. That is right if it was so on all ranks, and else an interrupt."""
+        step = self._engine.step
+        self.run(lambda comm: agree(comm, {"steps whose mean was not applied": step}))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine!r})"
 
@@ -120,3 +136,23 @@ def check_momentum(settings: Settings, optimizer: Optimizer) -> None:
             f"momentum correction (momentum={settings.momentum}) replaces the optimizer's own momentum: set that "
             f"of {type(optimizer).__name__} to 0, or use plain SGD"
         )
+
+
+def describe(parameters: Mapping[str, Tensor]) -> dict[str, object]:
+    """What ranks must agree on about their parameters."""
+    return {"parameters": list(parameters), "shapes": [(*p.shape, p.dtype) for p in parameters.values()]}
+
+
+def check_supported(named: Iterable[tuple[str, Tensor]], model: nn.Module | None = None) -> None:
+    """Raise if a gradient will be complex, or sparse as far as a model tells."""
+    for name, parameter in named:
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise ValueError(
+                f"unsupported dtype {parameter.dtype} of parameter {name}; expected a floating-point dtype: keep "
+                "its real and imaginary parts as a real parameter, and use torch.view_as_complex in forward"
+            )
+    for name, module in model.named_modules() if model is not None else ():
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"unsupported sparse gradients of {name or type(module).__name__}: use sparse=False in this layer"
+            )

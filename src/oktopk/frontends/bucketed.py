@@ -6,20 +6,61 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..comm import agree
 from ..engine.async_reducer import AsyncReducer
 from ..engine.state_dict import saved_layout
 from ..feedback.buckets import Bucket, BucketPlan, flatten, layout_mismatch, make_buckets, unflatten
 
 
 class BucketedGradients:
-    """Copies named gradients into flat buckets for the engine, and the results back."""
+    """Copies named gradients into flat buckets for the engine, and the results back.
+
+    Buckets have the parameters that require a gradient. If that changes, follow() changes the buckets.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor], plan: BucketPlan) -> None:
         self.parameters = dict(parameters)
         self.buckets = make_buckets(self._sizes(), plan, _kinds(self.parameters))
         self._flat: dict[Bucket, Tensor] = {}
+        self._followed: list[bool] = []
+        """Which parameters required a gradient when follow() last looked."""
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that are averaged."""
+        return [name for bucket in self.buckets for name in bucket.names]
+
+    def thawed(self) -> list[str]:
+        """The parameters that require a gradient now, but are in no bucket."""
+        unchanged = self._followed == self._flags()
+        return [] if unchanged else sorted(self._sizes().keys() - set(self.names))
+
+    def follow(self, engine: AsyncReducer) -> bool:
+        """Follow, between steps, parameters that were frozen or unfrozen on all ranks; whether there were any.
+
+        A frozen one leaves its bucket, and keeps its residual. Those that were unfrozen get buckets of their own.
+        """
+        flags = self._flags()
+        if flags == self._followed:
+            return False
+        sizes = self._sizes()
+        if sizes.keys() == set(self.names):
+            self._followed = flags
+            return False
+        engine.run(lambda comm: agree(comm, {"parameters that require a gradient": list(sizes)}))
+        if not sizes:
+            raise ValueError("no parameter requires a gradient any more")
+        new = {name: sizes[name] for name in sizes if name not in set(self.names)}
+        self.buckets = tuple(kept for bucket in self.buckets if (kept := bucket.only(sizes)).names)
+        self._add(new)
+        self._flat, self._followed = {}, flags
+        return True
+
+    def _add(self, new: Mapping[str, int]) -> None:
+        self.buckets += make_buckets(new, kinds=_kinds(self.parameters)) if new else ()
 
     def submit(
         self, engine: AsyncReducer, bucket: Bucket, grads: Mapping[str, Tensor | None], factor: float = 1.0
@@ -52,17 +93,22 @@ class BucketedGradients:
     def extend(self, named_parameters: Mapping[str, Tensor]) -> None:
         """Add parameters, in buckets of their own after the others."""
         self.parameters |= named_parameters
-        new = {name: p.numel() for name, p in named_parameters.items() if p.requires_grad}
-        self.buckets += make_buckets(new, kinds=_kinds(self.parameters)) if new else ()
+        self._add({name: p.numel() for name, p in named_parameters.items() if p.requires_grad})
 
     def load_state_dict(self, engine: AsyncReducer, saved: Mapping[str, Any]) -> None:
         """Go on in the buckets that the state_dict() was taken with."""
         layout = saved_layout(saved)
-        if layout and (problem := layout_mismatch(layout, self._sizes())):
+        # What was saved before it was frozen, or after it was unfrozen, follows in the next step.
+        used = {name for bucket in layout for name in bucket.names}
+        sizes = self._sizes() | {name: p.numel() for name, p in self.parameters.items() if name in used}
+        if layout and (problem := layout_mismatch(layout, sizes)):
             raise ValueError(problem)
         engine.load_state_dict(saved)
         self.buckets = layout or self.buckets
-        self._flat = {}
+        self._flat, self._followed = {}, []
+
+    def _flags(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.parameters.values()]
 
     def _sizes(self) -> dict[str, int]:
         return {name: p.numel() for name, p in self.parameters.items() if p.requires_grad}
@@ -86,3 +132,28 @@ def check_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Ten
 
 def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, Hashable]:
     return {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+
+
+def name_parameters(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None, strict: bool = True
+) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by name, in the order of the model; without names they are numbered."""
+    held = {
+        parameter: f"group{i}.{j}"
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+    }
+    if named_parameters is None:
+        return {name: parameter for parameter, name in held.items()}
+    given = list(named_parameters)
+    named = {name: parameter for name, parameter in given if parameter in held}
+    if len(named) < len({parameter for _, parameter in given if parameter in held}):
+        raise ValueError("two parameters have the same name: give names that are unique over all groups")
+    unnamed = {name: parameter for parameter, name in held.items() if parameter not in set(named.values())}
+    missing = [parameter for parameter in unnamed.values() if parameter.requires_grad]
+    if missing and strict:
+        raise ValueError(
+            f"{len(missing)} parameters of the optimizer are not in named_parameters, the first of shape "
+            f"{tuple(missing[0].shape)}: pass those of the whole model"
+        )
+    return named | unnamed

@@ -1,5 +1,6 @@
 """The front end for DistributedDataParallel: a state and a communication hook."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any
@@ -14,13 +15,15 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from ..algorithms import Algorithm
-from ..comm import GroupCommunicator
+from ..comm import GroupCommunicator, checking_together
 from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..engine.state_dict import saved_layout
-from ..feedback.buckets import Bucket, BucketPlan, flatten, layout_mismatch, make_buckets, unflatten
+from ..feedback.buckets import Bucket, BucketPlan, check_plan, flatten, layout_mismatch, make_buckets, unflatten
 from ..metrics.events import MetricsSink
-from .base import FrontEnd, check_momentum
+from .base import FrontEnd, check_momentum, check_supported, describe
+from .copies import Copied
+from .watching import GuardHandle, ModelWatch, OptimizerGuard, bucket_problem, model_problem, unwrap
 
 _ANOTHER_MODEL = "a parameter of another model: every DDP model needs an OkTopkState of its own"
 
@@ -29,6 +32,9 @@ class OkTopkState(FrontEnd):
     """Averages the gradients of a DDP model by sparse all-reduce with error feedback: the state of `oktopk_hook`.
 
     All ranks make theirs together. Buckets are DDP's own unless `buckets` says otherwise.
+
+    A copy (copy.deepcopy, pickle, torch.save of the DDP model) has the settings, and what state_dict() has. It
+    connects to the default process group when it is first used, on all ranks together.
 
     Args:
         process_group: the ranks; by default all of torch.distributed. It must be the group of the DDP model.
@@ -64,13 +70,26 @@ class OkTopkState(FrontEnd):
         auto: bool = True, norm_clip: float | None = None, grad_scaler: Scaler | None = None, trainer: Any = None,
         sinks: Iterable[MetricsSink] = (), timeout: float | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
-        settings = Settings.from_options(algorithm, density, warmup_steps, norm_clip, auto, options)
+        self._begin_unnamed(buckets, timeout)
         comm = GroupCommunicator.exclusive(process_group, timeout)
+        with checking_together(comm, owned=True) as terms:
+            settings = Settings.from_options(algorithm, density, warmup_steps, norm_clip, auto, options)
+            check_plan(buckets)
+            if named_parameters is not None:
+                self._name(named_parameters)
+            terms |= (
+                settings.terms() | describe({name: p for p, name in self._names.items()}) | {"buckets": buckets}
+            )
         engine = AsyncReducer(
             settings, comm, owns_comm=True, unused_stay=True, grad_scaler=grad_scaler, sinks=sinks
         )
         self._hold(engine, trainer)
-        self._plan = buckets
+
+    def _begin_unnamed(self, plan: BucketPlan | None, timeout: float | None) -> None:
+        self._plan, self._timeout = plan, timeout
+        self._copied: Copied | None = None
+        self._model: ModelWatch | None = None
+        self._guard = OptimizerGuard(lambda: self.skipped)
         self._names: dict[Tensor, str] = {}
         self._complete = False
         """Whether all parameters are known: by name, or from a first backward pass."""
@@ -80,13 +99,11 @@ class OkTopkState(FrontEnd):
         self._known: dict[int, tuple[list[Tensor], Bucket]] = {}
         """The buckets of the last step, as DDP numbers them."""
         self._delivered: list[tuple[Bucket, Tensor, Future[Tensor]]] = []
-        if named_parameters is not None:
-            self._name(named_parameters)
 
     @property
     def step(self) -> int:
         """How many steps have been averaged, skipped ones included."""
-        return self._engine.step
+        return self._engine.step if self._copied is None else int(self._copied.state["step"])
 
     def register(self, model: DistributedDataParallel, optimizer: Optimizer | None = None) -> "OkTopkState":
         """Register the hook with a model, name its parameters, and guard the optimizer if one is given.
@@ -98,20 +115,25 @@ class OkTopkState(FrontEnd):
         Returns:
             The state itself.
         """
-        if not hasattr(model, "register_comm_hook"):
-            raise TypeError(f"register needs the DistributedDataParallel model, got {type(model).__name__}")
-        if self._names and any(p not in self._names for p in model.parameters() if p.requires_grad):
-            raise ValueError(_ANOTHER_MODEL)
-        self._name(model.named_parameters())
+        with self._engine.checking_together() as terms:
+            if problem := model_problem(model):
+                raise TypeError(problem)
+            check_supported(model.named_parameters(), model)
+            if self._names and any(p not in self._names for p in model.parameters() if p.requires_grad):
+                raise ValueError(_ANOTHER_MODEL)
+            self._name(model.named_parameters())
+            terms |= describe(self._by_name())
+        self._model = ModelWatch(model)
         model.register_comm_hook(self, oktopk_hook)
         if optimizer is not None:
             self.guard(optimizer)
         return self
 
-    def guard(self, optimizer: Optimizer) -> Any:
+    def guard(self, optimizer: Optimizer) -> GuardHandle:
         """Make skipped steps exact: the optimizer then finds no gradients, and changes nothing.
 
-        An unguarded optimizer sees zero gradients: its momentum and weight decay still act.
+        It also notices that an interrupt has ended optimizer.step() in the middle, or left it out on this rank. An
+        unguarded optimizer sees zero gradients: its momentum and weight decay still act.
 
         Args:
             optimizer: a torch optimizer, or a wrapper such as Accelerate's.
@@ -119,18 +141,9 @@ class OkTopkState(FrontEnd):
         Returns:
             A handle whose remove() ends the guard.
         """
-        while not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            if not hasattr(optimizer, "optimizer"):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-            optimizer = optimizer.optimizer  # a wrapper, like that of Accelerate
-        check_momentum(self._engine.settings, optimizer)
-        return optimizer.register_step_pre_hook(self._drop_gradients)
-
-    def _drop_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.skipped:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        optimizer = unwrap(optimizer)
+        check_momentum(self._settings, optimizer)
+        return self._guard.watch(optimizer)
 
     def _name(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         named = [(name.replace("_orig_mod.", ""), p) for name, p in named_parameters if p.requires_grad]
@@ -139,17 +152,29 @@ class OkTopkState(FrontEnd):
         self._known = {}
         self._complete = True
 
+    def _by_name(self) -> dict[str, Tensor]:
+        return {name: parameter for parameter, name in self._names.items()}
+
     # The step, as DDP delivers it: bucket after bucket, in the same order on all ranks.
 
     def _reduce(self, delivered: GradBucket) -> Future[Tensor]:
-        """Submit one of DDP's buckets. With the last one of a backward pass, wait for all of them.
+        """Submit one of DDP's buckets; an error is raised here, in the middle of backward(), and on all ranks."""
+        try:
+            with self._engine.uninterrupted():
+                return self._take(delivered)
+        except Exception as error:
+            self._engine.give_up(error)
+
+    def _take(self, delivered: GradBucket) -> Future[Tensor]:
+        """Submit a bucket. With the last one of a backward pass, wait for all of them.
 
         All futures are completed together at the end, because only then is it known whether the step counts.
-        DDP waits for them at that point anyway; an error is raised here, in the middle of backward().
+        DDP waits for them at that point anyway.
         """
-        if delivered.index() == 0:  # if a backward pass has failed in the middle, its buckets are still here
-            self._engine.abandon(overwritten=True)
-            self._delivered = []
+        if problem := bucket_problem(delivered):
+            raise ValueError(problem)
+        if delivered.index() == 0:
+            self._begin_step()
         flat, bucket = delivered.buffer(), self._bucket_of(delivered)
         future: Future[Tensor] = Future() if flat.is_cpu else Future(devices=[flat.device])
         self._delivered.append((bucket, flat, future))
@@ -161,11 +186,21 @@ class OkTopkState(FrontEnd):
                 self._reduce_held()
             else:
                 self._engine.finish()
-            self._complete = True
+            self._complete, self._guard.applied = True, self.skipped
             for _, buffer, waiting in self._delivered:
                 waiting.set_result(buffer)
             self._delivered = []
         return future
+
+    def _begin_step(self) -> None:
+        self._guard.check()
+        if self._model is not None:
+            if problem := self._model.problem():
+                raise ValueError(problem)
+            if self._guard.handles and not self._guard.applied and not self._model.joins:
+                self._agree_unapplied()
+        self._engine.abandon(overwritten=True)  # a backward pass that has failed in the middle
+        self._delivered = []
 
     def _bucket_of(self, delivered: GradBucket) -> Bucket:
         parameters, index = delivered.parameters(), delivered.index()
@@ -177,6 +212,7 @@ class OkTopkState(FrontEnd):
                 if self._complete:
                     raise ValueError(_ANOTHER_MODEL)
                 self._names[parameter] = f"#{len(self._names)}"
+        check_supported((self._names[p], p) for p in parameters)  # DDP delivers complex ones as real ones
         bucket = Bucket(tuple(self._names[p] for p in parameters), tuple(p.numel() for p in parameters))
         self._known[index] = parameters, bucket
         return bucket
@@ -235,6 +271,42 @@ class OkTopkState(FrontEnd):
                 raise ValueError(problem)
         super().load_state_dict(state_dict)
         self._resumed, self._layout = True, None
+
+    # Copies.
+
+    @property
+    def _settings(self) -> Settings:
+        return self._engine.settings if self._copied is None else self._copied.settings
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, thresholds and counters of this rank, as tensors and primitives: every rank saves its own."""
+        return super().state_dict() if self._copied is None else copy.deepcopy(self._copied.state)
+
+    def __getstate__(self) -> Copied:
+        """What a copy has: process groups, sinks, the trainer, the GradScaler and the model's names stay here."""
+        return self._copied or Copied(
+            self._engine.settings, self._plan, self._timeout, self._engine.scaled, self.state_dict()
+        )
+
+    def __setstate__(self, copied: Copied) -> None:
+        self._begin_unnamed(copied.plan, copied.timeout)
+        self._copied = copied
+
+    def _connect(self) -> AsyncReducer:
+        """Connect a copy that is used for the first time."""
+        if self._copied is None:
+            raise AttributeError("the state was not made")
+        engine = self._copied.connect()
+        self._copied, self._resumed = None, True
+        return engine
+
+    def close(self) -> None:
+        """End the worker thread and its connections, and close the sinks. Calling it twice is fine."""
+        if self._copied is None:
+            super().close()
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._copied is None else f"OkTopkState(a copy at step {self.step})"
 
 
 def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> Future[Tensor]:

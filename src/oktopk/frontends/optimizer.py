@@ -14,14 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
 from ..algorithms import Algorithm
-from ..comm import Communicator, exclusive_communicator
+from ..comm import Communicator, checking_together, exclusive_communicator
 from ..comm.broadcast import broadcast_tensors
 from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
-from .base import FrontEnd, check_momentum, choose_algorithm
-from .bucketed import BucketedGradients
+from .base import FrontEnd, check_momentum, check_supported, choose_algorithm, describe
+from .bucketed import BucketedGradients, name_parameters
 
 
 class DistributedOptimizer(FrontEnd, Optimizer):
@@ -71,28 +71,38 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         sinks: Iterable[MetricsSink] = (), timeout: float | None = None,
         compressor: str | Algorithm | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if backward_passes < 1:
-            raise ValueError(f"backward_passes must be at least 1, got {backward_passes}")
-        chosen = choose_algorithm(algorithm, compressor)
-        settings = Settings.from_options(chosen, density, warmup_steps, norm_clip, auto, options)
-        check_momentum(settings, optimizer)
-        self.inner = optimizer
-        Optimizer.__init__(self, optimizer.param_groups, optimizer.defaults)
-        self._link()
-        if named_parameters is None and model is not None:
-            named_parameters = model.named_parameters()
-        self._named = name_parameters(optimizer, named_parameters)
-        self._gradients = BucketedGradients(self._named, buckets)
-        owned = exclusive_communicator(timeout) if comm is None else comm
-        engine = AsyncReducer(settings, owned, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
+        ranks = exclusive_communicator(timeout) if comm is None else comm
+        with checking_together(ranks, owned=comm is None) as terms:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            if backward_passes < 1:
+                raise ValueError(f"backward_passes must be at least 1, got {backward_passes}")
+            chosen = choose_algorithm(algorithm, compressor)
+            settings = Settings.from_options(chosen, density, warmup_steps, norm_clip, auto, options)
+            check_momentum(settings, optimizer)
+            self.inner = optimizer
+            Optimizer.__init__(self, optimizer.param_groups, optimizer.defaults)
+            self._link()
+            if named_parameters is None and model is not None:
+                named_parameters = model.named_parameters()
+            self._named = name_parameters(optimizer, named_parameters)
+            check_supported(self._named.items(), model)
+            self._gradients = BucketedGradients(self._named, buckets)
+            terms |= settings.terms() | describe(self._named)
+            terms |= {
+                "buckets": self._gradients.buckets,
+                "backward_passes": backward_passes,
+                "broadcast": broadcast,
+            }
+        engine = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
         self._hold(engine, trainer)
         self._backward_passes = backward_passes
         self._synchronized = False
+        self._applied = True
+        """Whether the last mean was: what is averaged is applied by all ranks or by none."""
         self._lock = threading.Lock()  # with several devices, hooks run in several threads
-        self._handles: list[RemovableHandle] = []
-        self._listen(self._named)
+        self._handles: dict[str, RemovableHandle] = {}
+        self._known = {id(parameter) for parameter in self._named.values()}
         self._expect()
         if broadcast:
             self.broadcast(model)
@@ -101,27 +111,46 @@ class DistributedOptimizer(FrontEnd, Optimizer):
 
     # Gradients, as backward delivers them.
 
-    def _listen(self, named: Mapping[str, nn.Parameter]) -> None:
+    def _listen(self, names: Iterable[str]) -> None:
         listener = weakref.ref(self)  # parameters outlive an optimizer that is thrown away, in a notebook say
-        for name, parameter in named.items():
+        for name in names:
 
             def arrived(_: Tensor, name: str = name) -> None:
                 optimizer = listener()
                 if optimizer is not None:
                     optimizer._arrived(name)
 
-            handle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
+            self._handles[name] = self._named[name].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _expect(self) -> None:
         """A new step: every gradient is to come `backward_passes` times."""
-        self._to_come = dict.fromkeys(self._named, self._backward_passes)
+        names = self._gradients.names
+        self._listen(name for name in names if name not in self._handles)
+        self._begun = False
+        """Whether this step has a gradient."""
+        self._to_come = dict.fromkeys(names, self._backward_passes)
         self._bucket_of = {name: bucket for bucket in self._gradients.buckets for name in bucket.names}
         self._incomplete = {bucket: len(bucket.names) for bucket in self._gradients.buckets}
         self._waiting: list[Bucket] = list(self._gradients.buckets)
 
+    def _begin(self) -> None:
+        """The first gradient of a step: the model may have changed since the last one."""
+        if self._begun:
+            return
+        if not self._known.issuperset(id(p) for group in self.param_groups for p in group["params"]):
+            raise ValueError("the optimizer has parameters that are not averaged: add them by add_param_group()")
+        if not self._applied:
+            self._agree_unapplied()
+            self._applied = True
+        if self._gradients.follow(self._engine):
+            self._expect()
+        self._begun = True
+
     def _arrived(self, name: str) -> None:
-        with self._lock:
+        with self._engine.uninterrupted(), self._lock:
+            self._begin()
+            if name not in self._to_come:  # unfrozen in the middle of a step: synchronize() will say so
+                return
             if self._to_come[name] == 0:
                 raise RuntimeError(
                     f"the gradient of {name} came again before step(): set backward_passes to the number of "
@@ -152,15 +181,20 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         """
         if self._synchronized and self.last is not None:
             return self.last
-        grads = {name: parameter.grad for name, parameter in self._named.items()}
-        factor = self._engine.clip_factor(grad for grad in grads.values() if grad is not None)
-        while self._waiting:
-            self._gradients.submit(self._engine, self._waiting.pop(0), grads, factor)
-        averaged = self._gradients.finish(self._engine, grads)
-        for name, parameter in self._named.items():
-            parameter.grad = averaged[name]
-        self._expect()
-        self._synchronized = True
+        with self._engine.uninterrupted():
+            self._begin()
+            for name in self._gradients.thawed():
+                raise RuntimeError(
+                    f"{name} was unfrozen in the middle of a step: unfreeze parameters after step()"
+                )
+            grads = {name: self._named[name].grad for name in self._gradients.names}
+            factor = self._engine.clip_factor(grad for grad in grads.values() if grad is not None)
+            while self._waiting:
+                self._gradients.submit(self._engine, self._waiting.pop(0), grads, factor)
+            for name, grad in self._gradients.finish(self._engine, grads).items():
+                self._named[name].grad = grad
+            self._expect()
+            self._synchronized, self._applied = True, self.skipped
         assert self.last is not None
         return self.last
 
@@ -168,8 +202,15 @@ class DistributedOptimizer(FrontEnd, Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average what is not averaged yet, and step. A step with numbers that are not finite changes nothing."""
-        if closure is not None:
-            return self.inner.step(self._with_average(closure))
+        with self._engine.uninterrupted():
+            if closure is not None:
+                result = self.inner.step(self._with_average(closure))
+            else:
+                result = self._step()
+            self._applied = True
+        return result
+
+    def _step(self) -> Any:
         if not self._synchronized:
             if self._engine.scaled:
                 raise RuntimeError("call optimizer.synchronize() after backward, before GradScaler.step()")
@@ -181,7 +222,7 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         def averaged() -> Any:
             loss = closure()
             self.synchronize()
-            self._synchronized = False
+            self._synchronized, self._applied = False, True
             if self.skipped:
                 self.zero_grad()
             if loss is None:
@@ -194,17 +235,20 @@ class DistributedOptimizer(FrontEnd, Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._under_way:
+            self._engine.check()
             raise RuntimeError(
                 "gradients are being averaged: before zero_grad() call step(), synchronize() or, if backward has "
                 "failed on all ranks, abandon()"
             )
         self._synchronized = False
+        self._expect()  # of a backward pass that failed before a bucket was complete
         super().zero_grad(set_to_none)
 
     def abandon(self) -> None:
         """Give up a step whose backward pass has failed, on all ranks: what was sent returns to the residuals."""
-        self._engine.abandon()
-        self._expect()
+        with self._engine.uninterrupted():
+            self._engine.abandon()
+            self._expect()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Parameters that join later are reduced in buckets of their own."""
@@ -213,16 +257,18 @@ class DistributedOptimizer(FrontEnd, Optimizer):
             return
         if self._under_way:
             raise RuntimeError("gradients are being averaged: add parameters after step()")
-        self.inner.add_param_group(param_group)
-        self._link()
-        every = name_parameters(self.inner, ((name, p) for name, p in self._named.items()), strict=False)
-        new = {name: parameter for name, parameter in every.items() if name not in self._named}
-        self._engine.drain()
-        self._gradients.extend(new)
-        self._named |= new
-        self._listen(new)
-        self._expect()
-        self.run(lambda comm: broadcast_tensors(comm, new))
+        with self._engine.uninterrupted():
+            self.inner.add_param_group(param_group)
+            self._link()
+            every = name_parameters(self.inner, ((name, p) for name, p in self._named.items()), strict=False)
+            new = {name: parameter for name, parameter in every.items() if name not in self._named}
+            check_supported(new.items())
+            self._engine.drain()
+            self._gradients.extend(new)
+            self._named |= new
+            self._known |= {id(parameter) for parameter in new.values()}
+            self._expect()
+            self.run(lambda comm: broadcast_tensors(comm, new))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under "oktopk" what this rank keeps back: every rank saves its own."""
@@ -258,31 +304,6 @@ class DistributedOptimizer(FrontEnd, Optimizer):
 
     def close(self) -> None:
         """Remove the hooks and end the worker thread; the inner optimizer can be used on."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         super().close()
-
-
-def name_parameters(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None, strict: bool = True
-) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by name, in the order of the model; without names they are numbered."""
-    held = {
-        parameter: f"group{i}.{j}"
-        for i, group in enumerate(optimizer.param_groups)
-        for j, parameter in enumerate(group["params"])
-        if parameter.requires_grad
-    }
-    if named_parameters is None:
-        return {name: parameter for parameter, name in held.items()}
-    given = list(named_parameters)
-    named = {name: parameter for name, parameter in given if parameter in held}
-    if len(named) < len({parameter for _, parameter in given if parameter in held}):
-        raise ValueError("two parameters have the same name: give names that are unique over all groups")
-    unnamed = {name: parameter for parameter, name in held.items() if parameter not in set(named.values())}
-    if unnamed and strict:
-        raise ValueError(
-            f"{len(unnamed)} parameters of the optimizer are not in named_parameters, the first of shape "
-            f"{tuple(next(iter(unnamed.values())).shape)}: pass those of the whole model"
-        )
-    return named | unnamed

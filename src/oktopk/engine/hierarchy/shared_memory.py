@@ -142,10 +142,6 @@ def find_problem(links: LocalLinks, members: Sequence[int]) -> str | None:
     return found
 
 
-def _folder() -> Path:
-    return _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
-
-
 @contextmanager
 def _create(size: int) -> Iterator[tuple[str, Tensor]]:
     """(path, new memory of so many bytes); within the block others can open it by that path."""
