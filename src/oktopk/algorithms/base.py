@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..feedback.accumulator import Accumulator
+from ..wire.message import fold
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector, all_finite, sum_in_region
 
@@ -107,6 +109,12 @@ def foreign_state(state: object) -> str:
     return f"state must come from an earlier call with this algorithm, got {type(state).__name__}"
 
 
+def digest_of(comm: SparseCommunicator, reduction: Reduction) -> int:
+    """A digest of what must be the same on all ranks: the messages of the result, and what the ranks share."""
+    shared = () if reduction.skipped else getattr(reduction.state, "shared", ())
+    return fold([comm.digest, reduction.skipped, zlib.crc32(repr(shared).encode())])
+
+
 def skip(state: Any) -> Reduction:
     return Reduction(state=state, skipped=True)
 
@@ -145,11 +153,13 @@ def reduce_step(
     k: int,
     state: Any,
     inspect: Callable[[Accumulator], None] | None = None,
+    confirm: Callable[[Reduction], None] | None = None,
 ) -> tuple[Reduction, int]:
     """Run the algorithm, then commit: `acc.work` becomes the mean and the residual keeps what was not sent.
 
     If the step is skipped, `inspect` is called with acc first; then acc rolls back: the mean is zero and the
-    residual is what it was, to the bit.
+    residual is what it was, to the bit. So does an error of `confirm`, which gets the reduction before anything is
+    committed or skipped.
 
     Returns the reduction and the number of entries in the mean: its non-zeros, or all entries if it is dense.
     """
@@ -157,6 +167,8 @@ def reduce_step(
         return Reduction(state=state), 0
     try:
         reduction = algorithm.reduce(comm, acc, k, state)
+        if confirm is not None:
+            confirm(reduction)
     except BaseException:
         acc.rollback()  # a repeated step must not add the gradient twice
         raise

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ..errors import CommError
 from ..metrics.traffic import Operation, Traffic, total
 from ..utils.timeouts import TIMEOUTS
-from .agreement import agree, gather_json
+from .agreement import agree, agree_on_digest, gather_json
 from .base import Communicator, Wrapped
 from .group import GroupCommunicator
 from .messages import pack, packed_bytes, unpack
@@ -60,6 +60,7 @@ __all__ = [
     "Traffic",
     "Wrapped",
     "agree",
+    "agree_on_digest",
     "alone",
     "default_communicator",
     "exclusive_communicator",

@@ -7,9 +7,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from ..errors import WireError
+from ..metrics.traffic import Operation
 from .base import Communicator
+from .messages import seal, unseal
+from .transport import format_ranks
 
 _LONGEST = 200
 _ROOM = 1 << 16
@@ -29,6 +35,11 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
     if problem is not None:
         raise ValueError(problem)
     for rank, other in enumerate(gathered):
+        if not _well_formed(other):
+            raise WireError(
+                f"all_gather (agreement): rank {comm.global_rank(rank)} sent something else than terms"
+            )
+    for rank, other in enumerate(gathered):
         if other["problem"] is not None:
             raise ValueError(f"on rank {comm.global_rank(rank)}: {other['problem']}")
     own = comm.global_rank(comm.rank)
@@ -41,6 +52,37 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
                 raise ValueError(f"ranks disagree on {name}: rank {own} has {here}, rank {who} {there}")
 
 
+def _well_formed(message: Any) -> bool:
+    """Whether a message of another rank has a problem, or none, and terms."""
+    return (
+        isinstance(message, dict)
+        and message.keys() == {"problem", "terms"}
+        and isinstance(message["problem"], str | None)
+        and isinstance(message["terms"], dict)
+    )
+
+
+def agree_on_digest(comm: Communicator, digest: int, what: str) -> None:
+    """Compare a 64-bit digest of `what` all ranks should have in common; raise a WireError if one differs.
+
+    Digests go from each rank to each other one: a rank between them could hide that it told them different things.
+    """
+    number, operation = next(comm.numbers), Operation("all_to_all", "digest", control=True)
+    own = torch.from_numpy(np.array([digest], np.uint64).view(np.int64))
+    message = seal(own, comm.global_rank(comm.rank), number, operation)
+    messages = [None if rank == comm.rank else message for rank in range(comm.world)]
+    others = []
+    for rank, theirs in comm.exchange(messages, message.numel(), operation.phase, control=True):
+        if not torch.equal(unseal(theirs, comm.global_rank(rank), number, operation, torch.int64), own):
+            others.append(comm.global_rank(rank))
+    if others:
+        who = f"{format_ranks(sorted(others))} and rank {comm.global_rank(comm.rank)}"
+        raise WireError(
+            f"{operation}: {who} differ in {what}: a rank told others different things. Nothing is applied; "
+            "restart from the last checkpoint"
+        )
+
+
 def _shorten(text: str, longest: int = _LONGEST) -> str:
     """The text; a long one is truncated, with a digest so that different ones stay different."""
     if len(text) <= longest:
@@ -51,4 +93,12 @@ def _shorten(text: str, longest: int = _LONGEST) -> str:
 def gather_json(comm: Communicator, data: Any, phase: str) -> list[Any]:
     """The data of each rank, in rank order: control traffic, for rare occasions."""
     text = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
-    return [json.loads(bytes(theirs.numpy())) for theirs in comm.all_gather_sealed(text, _ROOM, phase)]
+    gathered = comm.all_gather_sealed(text, _ROOM, phase)
+    return [_parse(theirs, comm.global_rank(rank), phase) for rank, theirs in enumerate(gathered)]
+
+
+def _parse(text: Tensor, sender: int, phase: str) -> Any:
+    try:
+        return json.loads(bytes(text.numpy()))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"all_gather ({phase}): the message from rank {sender} is no JSON: {error}") from error

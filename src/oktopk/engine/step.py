@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Metered, agree
+from ..comm import Communicator, Metered, agree, agree_on_digest
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
+from ..wire.message import fold
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer, Handed
 from .bucket_state import BucketGroup, BucketResult, BucketState
@@ -61,6 +62,8 @@ class StepReducer:
         """Sparse buckets that wait for others to be fused with."""
         self._results: list[BucketResult] = []
         self._events: list[ReductionEvent] = []
+        self._digests: list[int] = []
+        """Of the results of sparse groups."""
 
     @property
     def exchanges(self) -> bool:
@@ -117,9 +120,10 @@ class StepReducer:
             return
         assert self.density is not None
         group = self._group_of([handed.state for handed in waiting])
-        results, event = self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report)
+        results, event, digest = self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report)
         self._results += results
         self._events.append(event)
+        self._digests.append(digest)
 
     def _finish_dense(self) -> None:
         while self._dense.under_way:
@@ -137,6 +141,7 @@ class StepReducer:
         """
         self._finish_dense()
         self._reduce_group()
+        self._confirm()
         self._events.sort(key=lambda event: event.bucket)
         if self.local is not None and not self.local.leads:
             self._report.names, self._events = self.local.receive(self._results, self.autotune, self.step)
@@ -158,6 +163,11 @@ class StepReducer:
         )  # fmt: skip
         self._close(event)
         return event
+
+    def _confirm(self) -> None:
+        """Compare the sparse results of all ranks before any of them is applied: one digest for the whole step."""
+        if self._digests and self.reducer.meter.world > 1:
+            agree_on_digest(self.reducer.meter, fold(self._digests), "the results of the step")
 
     def _gather_names(self) -> tuple[str, ...]:
         """Where numbers were not finite, the same on all ranks; a leader has gathered it for its host."""
@@ -215,6 +225,7 @@ class StepReducer:
 
     def _forget(self) -> None:
         self._results, self._events, self._waiting, self._handed = [], [], [], 0
+        self._digests = []
         self._report.names = None
 
     # Buckets and groups.
