@@ -36,8 +36,9 @@ kills: $(INSTALLED) ## kill training 200 times while it saves, and resume it; AR
 	$(BIN)/python -m stress.kills.run $(ARGS)
 
 fuzz: export OMP_NUM_THREADS := 1
-fuzz: $(INSTALLED) ## a million messages for the decoders, nearly all damaged, for some minutes; one of them: make fuzz ARGS="--case 7"
+fuzz: $(INSTALLED) ## a million damaged messages, and 200,000 reductions with a lying rank; make fuzz ARGS="--case 7"
 	$(BIN)/python -m stress.fuzz.run $(ARGS)
+	$(BIN)/python -m stress.fuzz.run --lying $(ARGS)
 
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) ## 20,000 steps through all that a long run meets, in 10 to 20 minutes; make soak ARGS="--seed 2"

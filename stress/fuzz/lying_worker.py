@@ -1,0 +1,23 @@
+"""One process of the fuzzer of reductions with a lying rank; see stress.fuzz.worker.
+
+python -m stress.fuzz.lying_worker FIRST LAST PLACE
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from stress.fuzz.lying import case, outcome
+from stress.fuzz.worker import tell
+
+
+def _outcome(number: int) -> tuple[str, str]:
+    made = case(number)
+    return made.kind, outcome(made)
+
+
+if __name__ == "__main__":
+    logging.disable()  # ranks warn of skipped steps, thousands of times
+    tell(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), _outcome)
