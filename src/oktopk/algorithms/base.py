@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -92,9 +93,9 @@ class Algorithm(ABC):
 
     def state_problem(self, state: object, size: int) -> str | None:
         """Say why a state does not fit a tensor of this size; None if it does."""
-        if isinstance(state, float):  # the last threshold: only a hint for the selection
-            return None
-        return foreign_state(state)
+        if not isinstance(state, float):  # the last threshold: only a hint for the selection
+            return foreign_state(state)
+        return None if 0 <= state < math.inf else f"state must be a finite threshold, got {state}"
 
     def pack_state(self, state: Any) -> Any:
         """Convert the state to primitives for a checkpoint."""

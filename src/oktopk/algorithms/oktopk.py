@@ -29,8 +29,17 @@ from ..wire.message import max_message_bytes
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, foreign_state, rounding_error, skip, split_and_reduce
-from .regions import balance, balanced_regions, check_counts
-from .selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
+from .regions import balance, balanced_regions, check_counts, is_partition
+from .selection import (
+    BINS,
+    TrackedSelection,
+    Tracker,
+    hard_cap,
+    in_band,
+    is_count,
+    is_threshold,
+    nearest_edge,
+)
 
 _INFINITY_BITS = 0x7F800000
 _FEW = 4096
@@ -43,6 +52,11 @@ class GlobalThreshold:
 
     value: float
     age: int = 0
+
+    @property
+    def sane(self) -> bool:
+        """Whether a threshold that was read from a file can be one."""
+        return is_threshold(self.value) and is_count(self.age)
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,18 @@ class OkTopkTracking:
     def shared(self) -> tuple[object, ...]:
         """The part that must be equal on all ranks."""
         return self.steps, self.overall, self.edges
+
+    def problem(self, size: int) -> str | None:
+        """Say what cannot be right of a state that was read from a file; None if it may be right."""
+        if self.edges and not is_partition(self.edges, size):
+            return f"edges of regions must be integers that rise from 0 to {size}, got {self.edges[:8]}"
+        if self.local is not None and not (isinstance(self.local, Tracker) and self.local.sane):
+            return f"the local threshold is out of range: {self.local}"
+        if self.overall is not None and not (isinstance(self.overall, GlobalThreshold) and self.overall.sane):
+            return f"the global threshold is out of range: {self.overall}"
+        return (
+            None if is_count(self.steps) else f"the number of steps must be an integer from 0, got {self.steps!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +152,7 @@ class OkTopk(Algorithm):
             return foreign_state(state)
         if state.edges and state.edges[-1] != size:
             return f"state size mismatch: it comes from a tensor of {state.edges[-1]} entries, this one has {size}"
-        return None
+        return state.problem(size)
 
     def pack_state(self, state: OkTopkTracking | None) -> dict[str, Any] | None:
         return None if state is None else asdict(state)

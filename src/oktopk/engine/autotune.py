@@ -166,5 +166,15 @@ class Autotune:
         return {**self.decision(), "seconds": list(self.typical() if self._auto else self.agreed)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        dense, sparse = saved["seconds"]
-        self.prefers_dense, self.agreed = bool(saved["prefers_dense"]), (float(dense), float(sparse))
+        """Take over what was decided; a ValueError if that cannot be right."""
+        self.prefers_dense, self.agreed = read_decision(saved)
+
+
+def read_decision(saved: Mapping[str, Any]) -> tuple[bool, tuple[float, float]]:
+    """Check a decision that another rank or a file has told: (prefers_dense, seconds)."""
+    dense, sparse = saved["seconds"]
+    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in (dense, sparse)):
+        raise ValueError(f"autotune: step times must be finite and not negative, got {saved['seconds']}")
+    if type(saved["prefers_dense"]) is not bool:
+        raise ValueError(f"autotune: prefers_dense must be a bool, got {saved['prefers_dense']!r}")
+    return saved["prefers_dense"], (float(dense), float(sparse))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,12 +57,21 @@ class BucketedGradients:
 
     def load_state_dict(self, engine: AsyncReducer, saved: Mapping[str, Any]) -> None:
         """Go on in the buckets that the state_dict() was taken with."""
+        self.read_state_dict(engine, saved)()
+
+    def read_state_dict(self, engine: AsyncReducer, saved: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state_dict() in full, and change nothing; the function that is returned takes it over."""
         layout = saved_layout(saved)
         if layout and (problem := layout_mismatch(layout, self._sizes())):
             raise ValueError(problem)
-        engine.load_state_dict(saved)
-        self.buckets = layout or self.buckets
-        self._flat = {}
+        take_over = engine.read_state_dict(saved, self._sizes())
+
+        def apply() -> None:
+            take_over()
+            self.buckets = layout or self.buckets
+            self._flat = {}
+
+        return apply
 
     def _sizes(self) -> dict[str, int]:
         return {name: p.numel() for name, p in self.parameters.items() if p.requires_grad}
