@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seeds chaos elastic kills fuzz soak meet wheel-smoke check bench clean
+.PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet wheel-smoke check bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
@@ -36,8 +36,13 @@ kills: $(INSTALLED) ## kill training 200 times while it saves, and resume it; AR
 	$(BIN)/python -m stress.kills.run $(ARGS)
 
 fuzz: export OMP_NUM_THREADS := 1
-fuzz: $(INSTALLED) ## a million messages for the decoders, nearly all damaged, for some minutes; one of them: make fuzz ARGS="--case 7"
+fuzz: $(INSTALLED) ## a million damaged messages, and 200,000 reductions with a lying rank; make fuzz ARGS="--case 7"
 	$(BIN)/python -m stress.fuzz.run $(ARGS)
+	$(BIN)/python -m stress.fuzz.run --lying $(ARGS)
+
+large: export OMP_NUM_THREADS := 1
+large: $(INSTALLED) ## vectors of more than 2^31 entries, in 19 GiB of memory
+	$(BIN)/python -m stress.large.run $(ARGS)
 
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) ## 20,000 steps through all that a long run meets, in 10 to 20 minutes; make soak ARGS="--seed 2"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .algorithms import Algorithm, Reduction, find_algorithm
-from .algorithms.base import reduce_step
+from .algorithms.base import digest_of, reduce_step
 from .algorithms.selection import target_count
-from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator
+from .comm import Communicator, Metered, Operation, Traffic, agree, agree_on_digest, default_communicator
 from .errors import add_step_to_errors
 from .feedback.accumulator import Accumulator, narrow
 from .wire.message import VALUE_CODES
@@ -143,8 +143,13 @@ def sparse_allreduce(
     channel = SparseCommunicator(
         meter, acc.size, step=step, values=VALUE_CODES[values], raw_indices=indices == "raw", device=acc.device
     )
+
+    def confirm(reduction: Reduction) -> None:
+        if meter.world > 1:
+            agree_on_digest(meter, digest_of(channel, reduction), "their results")
+
     with add_step_to_errors(meter.rank, step):
-        reduction, found = reduce_step(chosen, channel, acc, k, state)
+        reduction, found = reduce_step(chosen, channel, acc, k, state, confirm=confirm)
     if reduction.mean is not None:
         found = int(torch.count_nonzero(work))
     mean = _convert_mean(work, residual, tensor, meter)

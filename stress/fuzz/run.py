@@ -1,7 +1,10 @@
-"""The fuzzer of the wire decoder: cases in processes of their own, so that a crash or a hang is seen and counted.
+"""The fuzzer: cases in processes of their own, so that a crash or a hang is seen and counted.
 
-    python -m stress.fuzz.run --cases 1000000        all of it; one case in ten with Numba's bounds checks
-    python -m stress.fuzz.run --case 1234            one case, in full
+    python -m stress.fuzz.run --cases 1000000        messages for the decoder, a tenth with bounds checks
+    python -m stress.fuzz.run --lying                whole reductions with a lying rank, likewise
+    python -m stress.fuzz.run --case 1234            one case, in full; with --lying, one of those
+
+A case has a number: `--first` goes on where an earlier run has ended.
 
 The exit code is 0 if every case was judged and none has failed.
 """
@@ -27,6 +30,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WORKER = (sys.executable, "-m", "stress.fuzz.worker")
+LYING_WORKER = (sys.executable, "-m", "stress.fuzz.lying_worker")
+CASES, LYING_CASES = 1_000_000, 200_000
 SLICE = 50_000
 """Cases of a process, at most."""
 CHECKED_SHARE = 10
@@ -136,22 +141,34 @@ def _told(said: bytes) -> Tally:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1_000_000, metavar="N")
+    parser.add_argument("--lying", action="store_true", help="whole reductions with a lying rank")
+    parser.add_argument("--cases", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of the first case")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--case", type=int, metavar="NUMBER", help="do this case alone, and show it")
     options = parser.parse_args()
     if options.case is not None:
-        return _show(options.case)
-    start = time.monotonic()
-    plain, checked = _run(options.first, options.cases, options.processes)
+        return _show_lie(options.case) if options.lying else _show(options.case)
+    start, wanted = time.monotonic(), options.cases or (LYING_CASES if options.lying else CASES)
+    command = LYING_WORKER if options.lying else WORKER
+    plain, checked = _run(options.first, wanted, options.processes, command)
     seconds = time.monotonic() - start
-    print(text(plain, checked))
+    print(text(plain, checked, options.lying))
     cases, failed = plain.cases + checked.cases, plain.failures + checked.failures
     print(f"{cases:,} cases in {seconds:.0f} s ({cases / seconds:,.0f} a second), {len(failed)} failed")
-    if cases != options.cases:
-        print(f"{options.cases:,} cases should have been judged")
-    return int(bool(failed) or cases != options.cases)
+    if cases != wanted:
+        print(f"{wanted:,} cases should have been judged")
+    return int(bool(failed) or cases != wanted)
+
+
+def _show_lie(number: int) -> int:
+    from stress.fuzz.lying import PATIENT, case, judge, run
+
+    made = case(number)
+    reports, liar = run(made, PATIENT)
+    print(made, f"told: ranks {liar.told}", *(f"{len(r.steps)} steps, {r.error!r}" for r in reports), sep="\n")
+    print(judge(made, reports, liar))
+    return 0
 
 
 def _show(number: int) -> int:
@@ -165,7 +182,7 @@ def _show(number: int) -> int:
     return 0
 
 
-def _run(first: int, cases: int, processes: int) -> tuple[Tally, Tally]:
+def _run(first: int, cases: int, processes: int, command: Sequence[str]) -> tuple[Tally, Tally]:
     """Without and with bounds checks."""
     from tqdm import tqdm
 
@@ -185,7 +202,7 @@ def _run(first: int, cases: int, processes: int) -> tuple[Tally, Tally]:
                 bar.update(max(0, number - done))
                 done = max(done, number)
 
-            found = judge_all(begin, end, with_checks if is_checked else os.environ, tick=tick)
+            found = judge_all(begin, end, with_checks if is_checked else os.environ, command, tick=tick)
             tick(end - begin)
             return is_checked, found
 
@@ -195,16 +212,22 @@ def _run(first: int, cases: int, processes: int) -> tuple[Tally, Tally]:
     return plain, checked
 
 
-def text(plain: Tally, checked: Tally) -> str:
+def text(plain: Tally, checked: Tally, lying: bool = False) -> str:
     """A table of the cases by what was done to them and what became of them, and the failures."""
     from oktopk.tools.tables import format_table
-    from stress.fuzz.judge import OUTCOMES
 
+    if lying:
+        from stress.fuzz.lying import OUTCOMES as OUTCOMES
+
+        heads = ["the lie", *OUTCOMES]
+    else:
+        from stress.fuzz.judge import OUTCOMES
+
+        heads = ["done to the message", OUTCOMES[0], *(f"refused: {outcome}" for outcome in OUTCOMES[1:])]
     counts = plain.counts + checked.counts
     kinds = sorted({kind for kind, _ in counts})
     rows = [[kind, *(f"{counts[kind, outcome]:,}" for outcome in OUTCOMES)] for kind in kinds]
     rows.append(["all", *(f"{sum(counts[kind, outcome] for kind in kinds):,}" for outcome in OUTCOMES)])
-    heads = ["done to the message", OUTCOMES[0], *(f"refused: {outcome}" for outcome in OUTCOMES[1:])]
     failed = [f"case {number} ({kind}): {what}" for number, kind, what in plain.failures + checked.failures]
     peak = max(plain.peak_bytes, checked.peak_bytes)
     about = f"{checked.cases:,} of them with bounds checks; at most {peak / 2**20:,.0f} MiB resident"

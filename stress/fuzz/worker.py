@@ -14,6 +14,7 @@ import resource
 import struct
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,27 +30,37 @@ _MOST_FAILURES = 100
 
 
 def main(first: int, last: int, place: Path) -> None:
+    with judging() as judge:
+        for number in range(8):  # every kernel is compiled before memory is limited
+            judge.outcome(_unchanged(number))
+        _limit_memory()
+
+        def outcome(number: int) -> tuple[str, str]:
+            made = case(number)
+            return made.kind, judge.outcome(made)
+
+        tell(first, last, place, outcome)
+
+
+def tell(first: int, last: int, place: Path, outcome: Callable[[int], tuple[str, str]]) -> None:
+    """Judge the cases by outcome(number), which returns what was done and what became of it."""
     if os.environ.get("NUMBA_BOUNDSCHECK") == "1":
         _check_that_bounds_are_checked()
     counts: Counter[tuple[str, str]] = Counter()
     failures: list[list[object]] = []
-    with open(place, "r+b") as file, mmap.mmap(file.fileno(), 8) as present, judging() as judge:
-        for number in range(8):  # every kernel is compiled before memory is limited
-            judge.outcome(_unchanged(number))
-        _limit_memory()
+    with open(place, "r+b") as file, mmap.mmap(file.fileno(), 8) as present:
         parent = os.getppid()
         for number in range(first, last):
             struct.pack_into("<Q", present, 0, number)
             if os.getppid() != parent:  # nobody waits for the answer any more
                 raise SystemExit(1)
-            made = case(number)
             try:
-                counts[made.kind, judge.outcome(made)] += 1
-            except Exception as error:  # whatever it is: it is no WireError
-                failures.append([number, made.kind, f"{type(error).__name__}: {error}"])
+                counts[outcome(number)] += 1
+            except Exception as error:  # whatever it is: it is no error of the library
+                failures.append([number, "", f"{type(error).__name__}: {error}"])
                 if len(failures) >= _MOST_FAILURES:
                     break
-    rows = [[kind, outcome, count] for (kind, outcome), count in counts.items()]
+    rows = [[kind, found, count] for (kind, found), count in counts.items()]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"counts": rows, "failures": failures, "peak_bytes": peak}))
 

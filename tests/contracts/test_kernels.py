@@ -379,3 +379,20 @@ def test_many_python_threads_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
             assert list(pool.map(lambda seed: all_kernels(cpu, seed), range(8))) == expected
+
+
+@pytest.mark.parametrize("share", [1e-5, 0.01, 0.6, 1.0])
+@pytest.mark.parametrize("kind", ["normal", "equal", "few values", "zeros"])
+def test_the_kth_magnitude_of_many_entries_needs_no_copy(kind: str, share: float) -> None:
+    """Also where a sample says nothing: two passes over the bits find what sorting finds."""
+    thresholds = pytest.importorskip("oktopk.kernels.cpu.thresholds")
+    n, generator = 2 * thresholds.SAMPLE + 5, torch.Generator().manual_seed(1)
+    x = {
+        "normal": torch.randn(n, generator=generator),
+        "equal": torch.full((n,), -1e-3),
+        "few values": torch.randint(-3, 4, (n,), generator=generator).float(),
+        "zeros": torch.zeros(n),
+    }[kind]
+    k = max(1, int(share * n))
+    expected = float(x.abs().sort(descending=True).values[k - 1])
+    assert thresholds._kth_by_bits(x, k) == thresholds.kth_magnitude(x, k) == expected

@@ -178,7 +178,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing() -> None:
         (foreign, r"saved by 3 ranks, now there are 2: .* oktopk.redistribute"),
         ({**states[0], "format": 99}, "has format 99, this version of oktopk reads 2"),
         ({**states[0], "format": 1}, "saved by oktopk 0.1, which this version cannot read: load only the model"),
-        ({**states[0], "groups": [{"buckets": [7], "tracking": None}]}, "this is not a state_dict of oktopk"),
+        ({**states[0], "groups": [{"buckets": [7], "tracking": None}]}, r"its groups name the buckets \[7\] of 1"),
         ({**states[0], "autotune": None}, "this is not a state_dict of oktopk"),
         (garbled, "checkpoint does not match the model: only in the checkpoint: x; only in the model: d"),
         (resized, "checkpoint does not match the model: size mismatch: a"),

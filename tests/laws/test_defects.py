@@ -15,7 +15,7 @@ import oktopk
 from oktopk import Metered
 from oktopk.algorithms import OkTopk
 from oktopk.algorithms.base import equal_regions
-from oktopk.algorithms.oktopk import balanced_regions, overlap
+from oktopk.algorithms.regions import balanced_regions, overlap
 from oktopk.comm import Operation, Pending
 from oktopk.wire.sparse_vector import SparseVector
 from tests.support.laws import WORLDS, assert_laws, bits, heavy_tailed, run

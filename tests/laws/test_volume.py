@@ -27,6 +27,7 @@ from tests.support.laws import Outcome, Steps, assert_laws, heavy_tailed, run
 SIZE, DENSITY = 20_011, 0.02
 K = int(SIZE * DENSITY)
 WORLDS = (2, 3, 4, 5, 7, 8)
+CONTROL = {"agreement", "regions", "counts", "exact counts", "magnitudes", "histogram", "digest"}
 
 
 def rounds(world: int) -> int:
@@ -215,7 +216,7 @@ def test_control_bytes_are_counted_apart() -> None:
     """Sizes, boundaries and candidates are control; an all_reduce among them is labelled modelled."""
     (step,) = raw("oktopk", 4, 1)
     for operation, traffic in step[0].info.traffic.items():
-        expected = operation.phase in {"agreement", "regions", "counts", "exact counts", "magnitudes", "histogram"}
+        expected = operation.phase in CONTROL
         assert operation.control == expected
         assert traffic.modelled == (operation.name == "all_reduce")
     assert step[0].info.payload.sent_bytes > 0

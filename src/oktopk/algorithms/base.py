@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..feedback.accumulator import Accumulator
+from ..wire.message import fold
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector, all_finite, sum_in_region
 from .selection import Chosen
@@ -91,9 +94,9 @@ class Algorithm(ABC):
 
     def state_problem(self, state: object, size: int) -> str | None:
         """Say why a state does not fit a tensor of this size; None if it does."""
-        if isinstance(state, float):  # the last threshold: only a hint for the selection
-            return None
-        return foreign_state(state)
+        if not isinstance(state, float):  # the last threshold: only a hint for the selection
+            return foreign_state(state)
+        return None if 0 <= state < math.inf else f"state must be a finite threshold, got {state}"
 
     def pack_state(self, state: Any) -> Any:
         """Convert the state to primitives for a checkpoint."""
@@ -114,6 +117,12 @@ def reduced(
     """The reduction of what this rank has chosen."""
     count, threshold = len(chosen.vector), chosen.threshold
     return Reduction(parts, None, leaving, state, count, threshold, exact=chosen.exact)
+
+
+def digest_of(comm: SparseCommunicator, reduction: Reduction) -> int:
+    """A digest of what must be the same on all ranks: the messages of the result, and what the ranks share."""
+    shared = () if reduction.skipped else getattr(reduction.state, "shared", ())
+    return fold([comm.digest, reduction.skipped, zlib.crc32(repr(shared).encode())])
 
 
 def skip(state: Any) -> Reduction:
@@ -154,11 +163,13 @@ def reduce_step(
     k: int,
     state: Any,
     inspect: Callable[[Accumulator], None] | None = None,
+    confirm: Callable[[Reduction], None] | None = None,
 ) -> tuple[Reduction, int]:
     """Run the algorithm, then commit: `acc.works` become the mean and the residual keeps what was not sent.
 
     If the step is skipped, `inspect` is called with acc first; then acc rolls back: the mean is zero and the
-    residual is what it was, to the bit.
+    residual is what it was, to the bit. So does an error of `confirm`, which gets the reduction before anything is
+    committed or skipped.
 
     Returns the reduction and the number of entries in the mean: its non-zeros, or all entries if it is dense.
     """
@@ -166,6 +177,8 @@ def reduce_step(
         return Reduction(state=state), 0
     try:
         reduction = algorithm.reduce(comm, acc, k, state)
+        if confirm is not None:
+            confirm(reduction)
     except BaseException:
         acc.rollback()  # a repeated step must not add the gradient twice
         raise

@@ -16,21 +16,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ..comm import Communicator
+from ..errors import WireError
 from ..feedback.accumulator import Accumulator
 from ..kernels import SMALLEST, backend, bin_edge, bin_of, index_dtype
 from ..wire.message import max_message_bytes
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
-from .base import Algorithm, Reduction, equal_regions, foreign_state, rounding_error, skip, split_and_reduce
-from .selection import BINS, TrackedSelection, Tracker, hard_cap, in_band, nearest_edge
+from .base import Algorithm, Reduction, foreign_state, rounding_error, skip, split_and_reduce
+from .regions import balance, balanced_regions, check_counts, is_partition
+from .selection import (
+    BINS,
+    TrackedSelection,
+    Tracker,
+    hard_cap,
+    in_band,
+    is_count,
+    is_threshold,
+    nearest_edge,
+)
 
+_INFINITY_BITS = 0x7F800000
 _FEW = 4096
 """Up to this many candidates for the global threshold are gathered; beyond, histograms of 16 kB are cheaper."""
 
@@ -41,6 +52,11 @@ class GlobalThreshold:
 
     value: float
     age: int = 0
+
+    @property
+    def sane(self) -> bool:
+        """Whether a threshold that was read from a file can be one."""
+        return is_threshold(self.value) and is_count(self.age)
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,18 @@ class OkTopkTracking:
     def shared(self) -> tuple[object, ...]:
         """The part that must be equal on all ranks."""
         return self.steps, self.overall, self.edges
+
+    def problem(self, size: int) -> str | None:
+        """Say what cannot be right of a state that was read from a file; None if it may be right."""
+        if self.edges and not is_partition(self.edges, size):
+            return f"edges of regions must be integers that rise from 0 to {size}, got {self.edges[:8]}"
+        if self.local is not None and not (isinstance(self.local, Tracker) and self.local.sane):
+            return f"the local threshold is out of range: {self.local}"
+        if self.overall is not None and not (isinstance(self.overall, GlobalThreshold) and self.overall.sane):
+            return f"the global threshold is out of range: {self.overall}"
+        return (
+            None if is_count(self.steps) else f"the number of steps must be an integer from 0, got {self.steps!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +127,7 @@ class OkTopk(Algorithm):
             edges = balanced_regions(comm.transport, chosen.vector)
 
         sums, sent = split_and_reduce(comm, chosen.vector, edges, hard_cap(k))
-        overall = self._select_overall(comm, sums, k, known.overall)
+        overall = self._select_overall(comm, sums, edges, k, known.overall)
         if overall is None:
             return skip(state)
 
@@ -124,7 +152,7 @@ class OkTopk(Algorithm):
             return foreign_state(state)
         if state.edges and state.edges[-1] != size:
             return f"state size mismatch: it comes from a tensor of {state.edges[-1]} entries, this one has {size}"
-        return None
+        return state.problem(size)
 
     def pack_state(self, state: OkTopkTracking | None) -> dict[str, Any] | None:
         return None if state is None else asdict(state)
@@ -141,7 +169,12 @@ class OkTopk(Algorithm):
         )
 
     def _select_overall(
-        self, comm: SparseCommunicator, sums: SparseVector, k: int, last: GlobalThreshold | None
+        self,
+        comm: SparseCommunicator,
+        sums: SparseVector,
+        edges: Sequence[int],
+        k: int,
+        last: GlobalThreshold | None,
     ) -> Overall | None:
         """Select about k sums over all regions, by a threshold that all ranks share.
 
@@ -153,6 +186,7 @@ class OkTopk(Algorithm):
         histogram = backend(sums.values).magnitude_histogram(sums.values, first, 2 * BINS)
         counts = [int(comm.nonfinite), *histogram]  # every count fits an index
         reports = np.array(comm.transport.all_gather_ints(counts, "counts", index_dtype(comm.size)))
+        check_counts(comm.transport, reports[:, 1:], edges, comm.world * hard_cap(k))
         if reports[:, 0].any():
             return None
         best, count = nearest_edge(reports[:, 1:].sum(0).tolist(), k)
@@ -162,6 +196,7 @@ class OkTopk(Algorithm):
             sizes = reports[:, 1 + best :].sum(1).tolist()
             return Overall(sums.at_least(threshold.value), sizes, threshold)
         value, own, sizes = exact_overall(comm.transport, sums, k)
+        check_counts(comm.transport, np.array(sizes)[:, None], edges, comm.world * hard_cap(k))
         return Overall(own, sizes, GlobalThreshold(value))
 
     def _balance_and_gather(
@@ -173,23 +208,11 @@ class OkTopk(Algorithm):
         mean = -(-sum(sizes) // comm.world)
         regions: Sequence[int] | None = edges
         if max(sizes) > self.imbalance * mean:
-            own, lost = balance(comm, own, sizes)
-            sizes, regions = [mean] * comm.world, None
+            own, lost, sizes = balance(comm, own, sizes, edges)
+            regions = None
         capacity = max_message_bytes(max(sizes), comm.size, comm.values)
-        parts = comm.all_gather(own, capacity, regions)
-        return SparseVector.join(parts), [*lost, *rounding_error(own, parts[comm.rank])]
-
-
-def balanced_regions(comm: Communicator, local: SparseVector) -> list[int]:
-    """Edges of P regions that split the selections evenly: the mean over ranks of each rank's even split."""
-    world, count = comm.world, len(local)
-    proposal = torch.tensor(equal_regions(local.size, world)[1:-1], dtype=torch.int64)
-    if count >= world:
-        cuts = torch.tensor([count * part // world for part in range(1, world)], dtype=torch.int64)
-        proposal = local.indices.cpu()[cuts].to(torch.int64)
-    if world > 1:
-        comm.all_reduce_(proposal, "regions", control=True)
-    return [0, *(proposal // world).tolist(), local.size]
+        parts = comm.all_gather(own, capacity, regions, counts=sizes)
+        return comm.join(parts), [*lost, *rounding_error(own, parts[comm.rank])]
 
 
 def exact_overall(comm: Communicator, sums: SparseVector, k: int) -> tuple[float, SparseVector, list[int]]:
@@ -223,7 +246,12 @@ def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
     if comm.world * k <= _FEW:
         own = sums.values.abs().cpu()
         own = own.topk(min(k, own.numel())).values
-        candidates = torch.cat(comm.all_gather_sealed(own, 4 * k, "magnitudes"))
+        gathered = comm.all_gather_sealed(own, 4 * k, "magnitudes")
+        for rank, theirs in enumerate(gathered):
+            if not bool(((theirs >= 0) & theirs.isfinite()).all()):
+                who = comm.global_rank(rank)
+                raise WireError(f"all_gather (magnitudes): rank {who} sent numbers that are no magnitudes")
+        candidates = torch.cat(gathered)
         return candidates.topk(k).values[-1].item() if candidates.numel() >= k else 0.0
     bits = sums.values.abs().cpu().contiguous().view(torch.int32).to(torch.int64)
     prefix = 0
@@ -231,6 +259,8 @@ def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
         histogram = torch.bincount((bits >> shift) & ((1 << width) - 1), minlength=1 << width)
         if comm.world > 1:
             comm.all_reduce_(histogram, "histogram", control=True)
+        if int(histogram.min()) < 0:
+            raise WireError(f"all_reduce (histogram): the counts of all ranks add up to {int(histogram.min())}")
         from_top = histogram.flip(0).cumsum(0)
         if int(from_top[-1]) < k:
             return 0.0
@@ -239,31 +269,6 @@ def kth_over_ranks(comm: Communicator, sums: SparseVector, k: int) -> float:
         k -= int(from_top[place - 1]) if place else 0
         bits = bits[(bits >> shift) & ((1 << width) - 1) == digit]
         prefix |= digit << shift
+    if prefix >= _INFINITY_BITS:
+        raise WireError("all_reduce (histogram): by the counts of all ranks the threshold is not finite")
     return torch.tensor(prefix, dtype=torch.int32).view(torch.float32).item()
-
-
-def balance(
-    comm: SparseCommunicator, own: SparseVector, sizes: Sequence[int]
-) -> tuple[SparseVector, list[SparseVector]]:
-    """Even out the buffers: block j of the concatenated entries, all of about equal length, goes to rank j.
-
-    Returns this rank's block, and the rounding errors that stay in its residual.
-    """
-    line = [0, *accumulate(sizes)]
-    blocks = equal_regions(line[-1], comm.world)
-    start, rank = line[comm.rank], comm.rank
-    outgoing = [own[slice(*overlap(line, rank, blocks, peer, start))] for peer in range(comm.world)]
-    counts = [stop - begin for begin, stop in (overlap(line, r, blocks, rank) for r in range(comm.world))]
-    sent, arrived = comm.rearrange(outgoing, [count > 0 for count in counts], blocks[1] - blocks[0])
-    arrived[rank] = outgoing[rank]
-    block = SparseVector.join([arrived[r] for r in range(comm.world) if counts[r] or r == rank])
-    return block, rounding_error(own, SparseVector.join(sent)) if len(own) else []
-
-
-def overlap(
-    line: Sequence[int], owner: int, blocks: Sequence[int], block: int, origin: int = 0
-) -> tuple[int, int]:
-    """The part of an owner's interval that lies in a block, counted from origin; (x, x) if they do not overlap."""
-    start = max(line[owner], blocks[block])
-    stop = max(start, min(line[owner + 1], blocks[block + 1]))
-    return start - origin, stop - origin

@@ -23,6 +23,10 @@ MARGIN = 1.25
 ROOM, MORE = 4, 16
 """That pass has room for ROOM·k entries; a second pass makes room for up to MORE·k."""
 
+_LARGEST = float(np.finfo(np.float32).max)
+_SLOPES = (0.3, 30.0)
+"""Slopes that a tracker believes."""
+
 BINS = 64
 """Histogram bins on either side of a threshold: a quarter of an octave, about 20 %."""
 
@@ -30,6 +34,16 @@ BINS = 64
 def target_count(size: int, density: float) -> int:
     """k for a density: at least one of `size` entries, unless there are none."""
     return min(size, max(1, math.floor(size * density)))
+
+
+def is_count(x: object) -> bool:
+    """Whether something that was read from a file is an integer of at least 0."""
+    return type(x) is int and x >= 0
+
+
+def is_threshold(x: object) -> bool:
+    """Whether something that was read from a file is a finite magnitude in float32."""
+    return type(x) in (int, float) and 0 <= x <= _LARGEST  # type: ignore[operator]
 
 
 def hard_cap(k: int) -> int:
@@ -110,7 +124,14 @@ class Tracker:
         if count < 32 or above == 0:
             return self
         measured = math.log(count / above) / math.log(SLOPE_STEP)
-        return replace(self, slope=0.5 * self.slope + 0.5 * min(30.0, max(0.3, measured)))
+        low, high = _SLOPES
+        return replace(self, slope=0.5 * self.slope + 0.5 * min(high, max(low, measured)))
+
+    @property
+    def sane(self) -> bool:
+        """Whether a tracker that was read from a file can be one."""
+        slope_is_sane = type(self.slope) in (int, float) and _SLOPES[0] <= self.slope <= _SLOPES[1]
+        return is_threshold(self.threshold) and slope_is_sane and is_count(self.count) and is_count(self.age)
 
 
 def in_band(count: int, k: int) -> bool:

@@ -37,7 +37,7 @@ def gather_all(comm: SparseCommunicator, chosen: Chosen, limit: int, state: Any,
     """All-gather what each rank selected, at most `limit` entries."""
     comm.check_finite(chosen.finite)
     capacity = max_message_bytes(limit, comm.size, comm.values)
-    parts = comm.all_gather(chosen.vector, capacity)
+    parts = comm.all_gather(chosen.vector, capacity, limit=limit)
     largest_mean = sum(float(p.values.abs().max()) for p in parts if len(p)) / comm.world
     comm.check_finite(largest_mean < LARGEST)  # all ranks have the same parts and agree
     if comm.nonfinite:

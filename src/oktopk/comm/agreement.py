@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import OkTopkError, WireError
+from ..metrics.traffic import Operation
 from .base import Communicator
-from .messages import parse_json
+from .messages import parse_json, seal, unseal
+from .transport import format_ranks
 
 _LONGEST = 200
 _ROOM = 1 << 16
@@ -32,8 +35,10 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
     if problem is not None:
         raise ValueError(problem)
     for rank, other in enumerate(gathered):
-        if not (isinstance(other, dict) and isinstance(other.get("terms"), dict) and "problem" in other):
-            raise WireError(f"agreement: rank {comm.global_rank(rank)} sent no terms: {_shorten(repr(other))}")
+        if not _well_formed(other):
+            raise WireError(
+                f"all_gather (agreement): rank {comm.global_rank(rank)} sent something else than terms"
+            )
     for rank, other in enumerate(gathered):
         if other["problem"] is not None:
             raise ValueError(f"on rank {comm.global_rank(rank)}: {other['problem']}")
@@ -45,6 +50,16 @@ def agree(comm: Communicator, terms: Mapping[str, object], problem: str | None =
             if here != there:
                 who = comm.global_rank(rank)
                 raise ValueError(f"ranks disagree on {name}: rank {own} has {here}, rank {who} {there}")
+
+
+def _well_formed(message: Any) -> bool:
+    """Whether a message of another rank has a problem, or none, and terms."""
+    return (
+        isinstance(message, dict)
+        and message.keys() == {"problem", "terms"}
+        and isinstance(message["problem"], str | None)
+        and isinstance(message["terms"], dict)
+    )
 
 
 @contextmanager
@@ -67,6 +82,27 @@ def checking_together(comm: Communicator, owned: bool) -> Iterator[dict[str, obj
         if owned:
             comm.close()
         raise
+
+
+def agree_on_digest(comm: Communicator, digest: int, what: str) -> None:
+    """Compare a 64-bit digest of `what` all ranks should have in common; raise a WireError if one differs.
+
+    Digests go from each rank to each other one: a rank between them could hide that it told them different things.
+    """
+    number, operation = next(comm.numbers), Operation("all_to_all", "digest", control=True)
+    own = torch.from_numpy(np.array([digest], np.uint64).view(np.int64))
+    message = seal(own, comm.global_rank(comm.rank), number, operation)
+    messages = [None if rank == comm.rank else message for rank in range(comm.world)]
+    others = []
+    for rank, theirs in comm.exchange(messages, message.numel(), operation.phase, control=True):
+        if not torch.equal(unseal(theirs, comm.global_rank(rank), number, operation, torch.int64), own):
+            others.append(comm.global_rank(rank))
+    if others:
+        who = f"{format_ranks(sorted(others))} and rank {comm.global_rank(comm.rank)}"
+        raise WireError(
+            f"{operation}: {who} differ in {what}: a rank told others different things. Nothing is applied; "
+            "restart from the last checkpoint"
+        )
 
 
 def _shorten(text: str, longest: int = _LONGEST) -> str:

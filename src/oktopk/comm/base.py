@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..errors import CommError
+from ..errors import CommError, WireError
 from ..metrics.traffic import Operation
 from ..utils.timeouts import Deadline
 from .messages import join_messages, packed_bytes, seal, sealed_bytes, split_messages, unseal
@@ -231,7 +231,14 @@ class Communicator(Transport):
             dtype: The type in which they travel.
         """
         mine = torch.tensor(list(numbers), dtype=dtype)
-        return [theirs.tolist() for theirs in self.all_gather_sealed(mine, mine.nbytes, phase)]
+        gathered = [theirs.tolist() for theirs in self.all_gather_sealed(mine, mine.nbytes, phase)]
+        for rank, theirs in enumerate(gathered):
+            if len(theirs) != len(numbers):
+                raise WireError(
+                    f"all_gather ({phase}): {len(theirs)} numbers from rank {self.global_rank(rank)}, "
+                    f"expected {len(numbers)}"
+                )
+        return gathered
 
     @final
     def all_gather_sealed(self, payload: Tensor, capacity: int, phase: str) -> list[Tensor]:

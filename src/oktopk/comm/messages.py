@@ -163,6 +163,32 @@ def split_messages(message: Tensor, count: int, peer: int, operation: Operation)
     return parts
 
 
+def gather_relays(sender: int, receiver: int, world: int) -> list[int]:
+    """The ranks that pass a message of an all-gather on, from the last one to the first.
+
+    >>> gather_relays(7, 0, 8)  # 7 -> 6 -> 4 -> 0
+    [4, 6]
+    """
+    relays, left = [receiver], (sender - receiver) % world
+    while left:
+        hop = 1 << (left.bit_length() - 1)
+        relays.append((relays[-1] + hop) % world)
+        left -= hop
+    return relays[1:-1]
+
+
+def broadcast_relays(receiver: int) -> list[int]:
+    """The ranks that pass a broadcast of rank 0 on to a rank, from the last one to the first.
+
+    >>> broadcast_relays(7)  # 0 -> 1 -> 3 -> 7
+    [3, 1]
+    """
+    relays = [receiver]
+    while relays[-1]:
+        relays.append(relays[-1] - (1 << (relays[-1].bit_length() - 1)))
+    return relays[1:-1]
+
+
 def sealed_bytes(payload_bytes: int) -> int:
     return _BYTES + padded(payload_bytes)
 

@@ -123,15 +123,22 @@ class ThreadCommunicator(Communicator):
         deadline = self._deadline()
         if self.rank:
             self._deliver(x.clone(), 0, operation)
-            x.copy_(self.receive(0, deadline, operation))
+            total = self.receive(0, deadline, operation)
+            self._check_alike(x, total, 0, operation)
+            x.copy_(total)
             return
         for peer in range(1, self.world):
             theirs = self.receive(peer, deadline, operation)
-            if theirs.shape != x.shape or theirs.dtype != x.dtype:
-                raise CommError(f"{operation}: rank {peer} has {tuple(theirs.shape)}, rank 0 {tuple(x.shape)}")
+            self._check_alike(x, theirs, peer, operation)
             x += theirs
         for peer in range(1, self.world):
             self._deliver(x.clone(), peer, operation)
+
+    def _check_alike(self, x: Tensor, theirs: Tensor, peer: int, operation: Operation) -> None:
+        if theirs.shape != x.shape or theirs.dtype != x.dtype:
+            raise CommError(
+                f"{operation}: rank {peer} has {tuple(theirs.shape)}, rank {self.rank} {tuple(x.shape)}"
+            )
 
     def fail(self, error: BaseException) -> None:
         self._shared.abort(self.rank, error)

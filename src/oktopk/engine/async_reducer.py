@@ -18,7 +18,7 @@ from ..feedback.buckets import Bucket
 from ..metrics.events import SPARSE, MetricsSink, StepEvent
 from ..metrics.sinks import as_sink
 from .settings import Settings
-from .state_dict import load_state, save_state
+from .state_dict import read_state, save_state
 from .step import StepReducer
 from .worker import Job, Worker
 
@@ -255,10 +255,16 @@ class AsyncReducer:
         self._check_between_steps()
         return save_state(self._steps)
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on where this rank's state_dict() was taken."""
+    def load_state_dict(self, saved: Mapping[str, Any], sizes: Mapping[str, int] | None = None) -> None:
+        """Go on where this rank's state_dict() was taken; `sizes` are those of the parameters, if known."""
+        self.read_state_dict(saved, sizes)()
+
+    def read_state_dict(
+        self, saved: Mapping[str, Any], sizes: Mapping[str, int] | None = None
+    ) -> Callable[[], None]:
+        """Check a state_dict() in full, and change nothing; the function that is returned takes it over."""
         self._check_between_steps()
-        load_state(self._steps, saved)
+        return read_state(self._steps, saved, sizes)
 
     def _check_between_steps(self) -> None:
         self.drain()

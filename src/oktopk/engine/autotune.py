@@ -20,6 +20,7 @@ import torch
 
 from ..algorithms import Dense
 from ..comm import Communicator
+from ..errors import WireError
 from .settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -126,7 +127,12 @@ class Autotune:
     def decide(self, comm: Communicator) -> None:
         """Compare what all ranks of `comm` have measured; all of them come to the same decision."""
         own = torch.tensor(self.typical(), dtype=torch.float64)
-        means = torch.stack(comm.all_gather_sealed(own, own.nbytes, "dense or sparse")).mean(0)
+        gathered = comm.all_gather_sealed(own, own.nbytes, "dense or sparse")
+        for rank, seconds in enumerate(gathered):
+            if seconds.numel() != own.numel() or not bool((seconds >= 0).all() and seconds.isfinite().all()):
+                who = comm.global_rank(rank)
+                raise WireError(f"all_gather (dense or sparse): rank {who} sent {seconds.tolist()} as seconds")
+        means = torch.stack(gathered).mean(0)
         dense, sparse = self.agreed = float(means[0]), float(means[1])
         self.prefers_dense = dense > 0 and sparse > GAIN * dense
         if comm.rank == 0:
@@ -160,5 +166,15 @@ class Autotune:
         return {**self.decision(), "seconds": list(self.typical() if self._auto else self.agreed)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        dense, sparse = saved["seconds"]
-        self.prefers_dense, self.agreed = bool(saved["prefers_dense"]), (float(dense), float(sparse))
+        """Take over what was decided; a ValueError if that cannot be right."""
+        self.prefers_dense, self.agreed = read_decision(saved)
+
+
+def read_decision(saved: Mapping[str, Any]) -> tuple[bool, tuple[float, float]]:
+    """Check a decision that another rank or a file has told: (prefers_dense, seconds)."""
+    dense, sparse = saved["seconds"]
+    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in (dense, sparse)):
+        raise ValueError(f"autotune: step times must be finite and not negative, got {saved['seconds']}")
+    if type(saved["prefers_dense"]) is not bool:
+        raise ValueError(f"autotune: prefers_dense must be a bool, got {saved['prefers_dense']!r}")
+    return saved["prefers_dense"], (float(dense), float(sparse))

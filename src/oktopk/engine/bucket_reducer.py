@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..algorithms.base import Reduction, reduce_step
+from ..algorithms.base import Reduction, digest_of, reduce_step
 from ..algorithms.selection import target_count
 from ..comm import Metered
 from ..feedback.accumulator import Accumulator, narrow
@@ -75,8 +75,11 @@ class BucketReducer:
 
     def reduce_sparse(
         self, group: BucketGroup, handed: Sequence[Handed], density: float, step: int, report: NonFiniteReport
-    ) -> tuple[list[BucketResult], ReductionEvent]:
-        """Exchange a group of buckets; `report` gets the reason if that is lost."""
+    ) -> tuple[list[BucketResult], ReductionEvent, int]:
+        """Exchange a group of buckets; `report` gets the reason if that is lost.
+
+        Also returns a digest of the result, which must be the same on all ranks.
+        """
         recorder = ReductionRecorder(self.meter, step, group.index, group.size)
         members = [self._member(one) for one in handed]
         acc = Accumulator([member.work for member in members], [member.residual for member in members])
@@ -106,7 +109,7 @@ class BucketReducer:
             exact=reduction.exact,
             residual_norm=math.hypot(*(self.residual_norm(m.handed.state, m.residual, step) for m in members)),
         )  # fmt: skip
-        return results, event
+        return results, event, digest_of(comm, reduction)
 
     def _member(self, handed: Handed) -> _Member:
         work = _unscale(handed.grad, handed.scale)

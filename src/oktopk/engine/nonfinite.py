@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ..comm import Communicator, gather_json
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, WireError
 from ..feedback.accumulator import Accumulator
 from ..metrics.events import StepEvent
 from .bucket_state import BucketState
@@ -62,6 +62,10 @@ class NonFiniteReport:
     def gather(self, comm: Communicator) -> tuple[str, ...]:
         """The names that all ranks have, the same on all of them."""
         gathered = gather_json(comm, self.names, "not finite")
+        for rank, texts in enumerate(gathered):
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                who = comm.global_rank(rank)
+                raise WireError(f"all_gather (not finite): rank {who} sent something else than names")
         return tuple(dict.fromkeys(text for texts in gathered for text in texts)) or (f"{_SUM}, which overflows",)
 
 

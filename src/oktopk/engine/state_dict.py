@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..algorithms.selection import is_count
 from ..feedback.buckets import Bucket
+from ..wire.sparse_vector import all_finite
+from .autotune import read_decision
 from .bucket_state import BucketGroup, BucketState
 from .step import StepReducer
 
@@ -47,8 +50,13 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
     }
 
 
-def load_state(steps: StepReducer, saved: Mapping[str, Any]) -> None:
-    """Take over what was saved. Nothing is changed if it does not fit."""
+def read_state(
+    steps: StepReducer, saved: Mapping[str, Any], sizes: Mapping[str, int] | None = None
+) -> Callable[[], None]:
+    """Check all that was saved, against the parameters' `sizes` if they are known, and change nothing.
+
+    Returns a function that takes it over and cannot fail.
+    """
     with _reading_state_dict():
         _check(steps, saved)
         layout = saved_layout(saved)
@@ -58,14 +66,24 @@ def load_state(steps: StepReducer, saved: Mapping[str, Any]) -> None:
             for place, bucket in enumerate(layout)
         ]
         groups = _groups(steps, saved, states)
-        counters = {name: int(saved[name]) for name in _COUNTERS}
-        residuals, velocities = (_memory(saved, name) if steps.exchanges else {} for name in _MEMORIES)
-        steps.autotune.load_state_dict(saved["autotune"])
-    for name, value in counters.items():
-        setattr(steps, name, value)
-    steps.reducer.residuals.load_state_dict(residuals)
-    steps.reducer.velocities.load_state_dict(velocities)
-    steps.buckets, steps.groups = {state.bucket: state for state in states}, groups
+        counters = {name: saved[name] for name in _COUNTERS}
+        for name, value in counters.items():
+            if not is_count(value):
+                raise ValueError(f"the checkpoint does not fit: {name} must be an integer from 0, got {value!r}")
+        known = _sizes_in(layout) if sizes is None else sizes
+        residuals, velocities = (_memory(saved, name, known) if steps.exchanges else {} for name in _MEMORIES)
+        autotune = dict(saved["autotune"])
+        read_decision(autotune)
+
+    def apply() -> None:
+        for name, value in counters.items():
+            setattr(steps, name, value)
+        steps.reducer.residuals.load_state_dict(residuals)
+        steps.reducer.velocities.load_state_dict(velocities)
+        steps.buckets, steps.groups = {state.bucket: state for state in states}, groups
+        steps.autotune.load_state_dict(autotune)
+
+    return apply
 
 
 def _groups(steps: StepReducer, saved: Mapping[str, Any], states: list[BucketState]) -> dict[Bucket, BucketGroup]:
@@ -74,8 +92,13 @@ def _groups(steps: StepReducer, saved: Mapping[str, Any], states: list[BucketSta
     if saved["algorithm"] != repr(algorithm):
         _log.warning("the checkpoint is of %s: its residuals are kept, its thresholds are not", saved["algorithm"])
         return {}
-    groups = {}
+    groups: dict[Bucket, BucketGroup] = {}
+    grouped = [place for entry in saved["groups"] for place in entry["buckets"]]
+    if not all(is_count(place) and place < len(states) for place in grouped) or len({*grouped}) < len(grouped):
+        raise ValueError(f"the checkpoint does not fit: its groups name the buckets {grouped} of {len(states)}")
     for entry in saved["groups"]:
+        if not entry["buckets"]:
+            raise ValueError("the checkpoint does not fit: it has a group without buckets")
         group = BucketGroup(
             tuple(states[place] for place in entry["buckets"]), algorithm.unpack_state(entry["tracking"])
         )
@@ -86,18 +109,35 @@ def _groups(steps: StepReducer, saved: Mapping[str, Any], states: list[BucketSta
     return groups
 
 
-def _memory(saved: Mapping[str, Any], memory: str) -> dict[str, Tensor]:
+def _sizes_in(layout: Iterable[Bucket]) -> dict[str, int]:
+    return {name: size for bucket in layout for name, size in zip(bucket.names, bucket.sizes, strict=True)}
+
+
+def _memory(saved: Mapping[str, Any], memory: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The residuals or velocities by parameter: dense, floating-point, finite, and of the parameters' sizes."""
     parts = dict(saved[memory])
     for name, part in parts.items():
-        if part.layout is not torch.strided:
-            raise ValueError(f"the {memory} of {name} are not a dense tensor")
+        what = f"the checkpoint does not fit: the {memory} of {name}"
+        if not isinstance(part, Tensor) or part.layout is not torch.strided or not part.is_floating_point():
+            raise ValueError(f"{what} are not a dense floating-point tensor")
+        if part.numel() != sizes.get(name, part.numel()):
+            raise ValueError(f"{what} have {part.numel()} entries, the parameter {sizes[name]}")
+        if not all_finite(part):
+            raise ValueError(f"{what} are not finite")
     return parts
 
 
 def saved_layout(saved: Mapping[str, Any]) -> tuple[Bucket, ...]:
     """The buckets that a state_dict was taken with, in their order."""
     with _reading_state_dict():
-        return tuple(Bucket(tuple(entry["names"]), tuple(entry["sizes"])) for entry in saved["buckets"])
+        layout = tuple(Bucket(tuple(entry["names"]), tuple(entry["sizes"])) for entry in saved["buckets"])
+    names = [name for bucket in layout for name in bucket.names]
+    for bucket in layout:
+        if not bucket.names or len(bucket.names) != len(bucket.sizes) or not all(map(is_count, bucket.sizes)):
+            raise ValueError(f"the checkpoint does not fit: a bucket of {bucket.names} with sizes {bucket.sizes}")
+    if not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
+        raise ValueError("the checkpoint does not fit: its buckets must name every parameter once")
+    return layout
 
 
 @contextmanager
@@ -108,7 +148,7 @@ def _reading_state_dict() -> Iterator[None]:
         raise ValueError(f"this is not a state_dict of oktopk: {error!r}") from error
 
 
-def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
+def _check_format(saved: Mapping[str, Any]) -> None:
     if saved["format"] == 1:
         raise ValueError(
             "the state was saved by oktopk 0.1, which this version cannot read: load only the model and the "
@@ -116,6 +156,10 @@ def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
         )
     if saved["format"] != FORMAT:
         raise ValueError(f"the state has format {saved['format']!r}, this version of oktopk reads {FORMAT}")
+
+
+def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
+    _check_format(saved)
     rank, world = steps.meter.rank, steps.meter.world
     if saved["world"] != world:
         raise ValueError(
@@ -161,29 +205,30 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
         >>> state["world"], state["residuals"]["w"].tolist()
         (1, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
     """
+    if not (is_count(rank) and is_count(world) and rank < world):
+        raise ValueError(f"rank must be one of 0 to world - 1, got rank {rank!r} of {world!r}")
     first: dict[str, Any] | None = None
     sums: dict[str, dict[str, Tensor]] = {name: {} for name in _MEMORIES}
     seen: set[int] = set()
     for state in states:
         first = first or dict(state)
-        if (state["world"], state["step"]) != (first["world"], first["step"]):
-            raise ValueError(
-                f"the states are not of one run: rank {state['rank']} of {state['world']} at step "
-                f"{state['step']}, rank {first['rank']} of {first['world']} at step {first['step']}"
-            )
-        if state["rank"] in seen:
-            raise ValueError(f"redistribute got the state of rank {state['rank']} twice")
-        if saved_layout(state) != saved_layout(first):
-            raise ValueError(f"the states are not of one run: rank {state['rank']} has other buckets")
+        with _reading_state_dict():
+            _check_one_run(state, first, seen)
+            sizes = _sizes_in(saved_layout(state))
+            for memory in _MEMORIES:
+                for name, part in _memory(state, memory, sizes).items():
+                    total = sums[memory].setdefault(name, torch.zeros(part.shape, dtype=torch.float64))
+                    if total.shape != part.shape:
+                        raise ValueError(f"the states are not of one run: other shapes of the {memory} of {name}")
+                    total += part
         seen.add(state["rank"])
-        for memory in _MEMORIES:
-            for name, part in state[memory].items():
-                total = sums[memory].setdefault(name, torch.zeros(part.shape, dtype=torch.float64))
-                total += part
     if first is None or seen != set(range(first["world"])):
         expected = "all ranks" if first is None else f"all {first['world']} ranks"
         raise ValueError(f"redistribute needs the states of {expected}, got those of {sorted(seen)}")
-    holders = first["world"] // (first.get("ranks_per_host") or 1)
+    per_host = first.get("ranks_per_host") or 1
+    if not is_count(per_host) or first["world"] % per_host:
+        raise ValueError(f"the checkpoint does not fit: ranks_per_host={per_host!r} of {first['world']} ranks")
+    holders = first["world"] // per_host
     shared = {
         memory: {name: (total / holders).float() for name, total in parts.items()}
         for memory, parts in sums.items()
@@ -196,3 +241,20 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
         "ranks_per_host": None,
         "groups": [],
     }
+
+
+def _check_one_run(state: Mapping[str, Any], first: Mapping[str, Any], seen: Collection[int]) -> None:
+    """Check that a state is of the same run as the first one, and of another rank than those that were seen."""
+    _check_format(state)
+    numbers = {name: state[name] for name in ("rank", "world", "step")}
+    if not all(map(is_count, numbers.values())):
+        raise ValueError(f"this is not a state_dict of oktopk: {numbers} must be integers from 0")
+    if (state["world"], state["step"]) != (first["world"], first["step"]):
+        raise ValueError(
+            f"the states are not of one run: rank {state['rank']} of {state['world']} at step "
+            f"{state['step']}, rank {first['rank']} of {first['world']} at step {first['step']}"
+        )
+    if state["rank"] in seen:
+        raise ValueError(f"redistribute got the state of rank {state['rank']} twice")
+    if saved_layout(state) != saved_layout(first):
+        raise ValueError(f"the states are not of one run: rank {state['rank']} has other buckets")

@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Metered, agree
+from ..comm import Communicator, Metered, agree, agree_on_digest
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
 from ..metrics.sinks import as_sink
+from ..wire.message import fold
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
@@ -64,6 +65,8 @@ class StepReducer:
         """Sparse buckets that wait for others to be fused with."""
         self._results: list[BucketResult] = []
         self._events: list[ReductionEvent] = []
+        self._digests: list[int] = []
+        """Of the results of sparse groups."""
 
     @property
     def exchanges(self) -> bool:
@@ -119,7 +122,9 @@ class StepReducer:
             return
         assert self.density is not None
         group = self._group_of([handed.state for handed in waiting])
-        self._add(*self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report))
+        results, event, digest = self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report)
+        self._add(results, event)
+        self._digests.append(digest)
 
     def _finish_dense(self) -> None:
         while self._dense.under_way:
@@ -135,6 +140,7 @@ class StepReducer:
         """
         self._finish_dense()
         self._reduce_group()
+        self._confirm()
         self._events.sort(key=lambda event: event.bucket)
         if self.local is not None and not self.local.leads:
             self._report.names, self._events = self.local.receive(self._results, self.autotune, self.step)
@@ -168,6 +174,11 @@ class StepReducer:
                 for first, group in self.groups.items()
                 if used.issuperset(state.bucket for state in group.members)
             }
+
+    def _confirm(self) -> None:
+        """Compare the sparse results of all ranks before any of them is applied: one digest for the whole step."""
+        if self._digests and self.reducer.meter.world > 1:
+            agree_on_digest(self.reducer.meter, fold(self._digests), "the results of the step")
 
     def _gather_names(self) -> tuple[str, ...]:
         """Where numbers were not finite, the same on all ranks; a leader has gathered it for its host."""
@@ -228,6 +239,7 @@ class StepReducer:
 
     def _forget(self) -> None:
         self._results, self._events, self._waiting, self._handed = [], [], [], 0
+        self._digests = []
         self._report.names = None
 
     # Buckets and groups.

@@ -40,13 +40,18 @@ class ResidualStore:
             self._by_name.pop(name, None)
 
     def _lay_out(self, bucket: Bucket, device: torch.device | None) -> None:
-        known = [self._by_name[name] for name in bucket.names if name in self._by_name]
-        if device is None and known:
-            device = known[0].device
+        found = [self._by_name[name] for name in bucket.names if name in self._by_name]
+        if device is None and found:
+            device = found[0].device
         flat = torch.zeros(bucket.size, dtype=torch.float32, device=device)
         for name, place in bucket.places.items():
-            if name in self._by_name:
-                flat[place].copy_(self._by_name[name])
+            known = self._by_name.get(name)
+            if known is not None and known.numel() != place.stop - place.start:
+                raise ValueError(
+                    f"what is kept of {name} has {known.numel()} entries, the parameter {place.stop - place.start}"
+                )
+            if known is not None:
+                flat[place].copy_(known)
             self._by_name[name] = flat[place]
         moved = set(bucket.names)
         self._flat = {old: memory for old, memory in self._flat.items() if moved.isdisjoint(old.names)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -97,15 +97,24 @@ class BucketedGradients:
 
     def load_state_dict(self, engine: AsyncReducer, saved: Mapping[str, Any]) -> None:
         """Go on in the buckets that the state_dict() was taken with."""
+        self.read_state_dict(engine, saved)()
+
+    def read_state_dict(self, engine: AsyncReducer, saved: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a state_dict() in full, and change nothing; the function that is returned takes it over."""
         layout = saved_layout(saved)
         # What was saved before it was frozen, or after it was unfrozen, follows in the next step.
         used = {name for bucket in layout for name in bucket.names}
         sizes = self._sizes() | {name: p.numel() for name, p in self.parameters.items() if name in used}
         if layout and (problem := layout_mismatch(layout, sizes)):
             raise ValueError(problem)
-        engine.load_state_dict(saved)
-        self.buckets = layout or self.buckets
-        self._flat, self._followed = {}, []
+        take_over = engine.read_state_dict(saved, sizes)
+
+        def apply() -> None:
+            take_over()
+            self.buckets = layout or self.buckets
+            self._flat, self._followed = {}, []
+
+        return apply
 
     def _flags(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.parameters.values()]

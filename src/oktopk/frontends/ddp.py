@@ -264,12 +264,12 @@ class OkTopkState(FrontEnd):
         Args:
             state_dict: of the same rank and number of ranks; see `oktopk.redistribute` for another number.
         """
-        layout = saved_layout(state_dict)
-        if layout and self._names and self._complete:
-            problem = layout_mismatch(layout, {name: p.numel() for p, name in self._names.items()})
-            if problem:
+        layout, sizes = saved_layout(state_dict), None
+        if self._names and self._complete:
+            sizes = {name: p.numel() for p, name in self._names.items()}
+            if layout and (problem := layout_mismatch(layout, sizes)):
                 raise ValueError(problem)
-        super().load_state_dict(state_dict)
+        self._engine.load_state_dict(state_dict, sizes)
         self._resumed, self._layout = True, None
 
     # Copies.

@@ -277,11 +277,14 @@ class DistributedOptimizer(FrontEnd, Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state_dict(); one of a plain optimizer will do, then residuals start at zero."""
         own = {key: value for key, value in state_dict.items() if key != "oktopk"}
-        if "oktopk" in state_dict:
-            self._gradients.load_state_dict(self._engine, state_dict["oktopk"])
-            self._expect()
+        apply = None
+        if "oktopk" in state_dict:  # checked before the inner optimizer changes, which checks its own
+            apply = self._gradients.read_state_dict(self._engine, state_dict["oktopk"])
         self.inner.load_state_dict(own)
         self._link()
+        if apply is not None:
+            apply()
+            self._expect()
 
     def _link(self) -> None:
         """Groups and state are those of the inner optimizer, not copies."""

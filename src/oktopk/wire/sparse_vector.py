@@ -25,6 +25,14 @@ def all_finite(x: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
+class MisplacedPart(ValueError):
+    """A part does not begin behind the one before it; `places` are those of both parts."""
+
+    def __init__(self, first: int, behind: int) -> None:
+        super().__init__(f"cannot join parts: part {behind} does not begin behind part {first}")
+        self.places = first, behind
+
+
 @dataclass(frozen=True)
 class SparseVector:
     """A sparse vector: `values[j]` at `indices[j]`, zero elsewhere.
@@ -48,6 +56,10 @@ class SparseVector:
     values: Tensor
     size: int
 
+    def __post_init__(self) -> None:
+        if self.indices.numel() != self.values.numel():  # compiled code reads as many of one as of the other
+            raise ValueError(f"{self.values.numel()} values for {self.indices.numel()} indices")
+
     @staticmethod
     def empty(size: int, device: torch.device | str = "cpu") -> SparseVector:
         """A vector of `size` zeros."""
@@ -56,9 +68,10 @@ class SparseVector:
 
     @staticmethod
     def join(parts: Sequence[SparseVector]) -> SparseVector:
-        """Concatenate parts whose index ranges follow one another."""
+        """Concatenate parts whose index ranges follow one another; a MisplacedPart error if they do not."""
         if len(parts) == 1:
             return parts[0]
+        _check_order(parts)
         return SparseVector(
             torch.cat([p.indices for p in parts]), torch.cat([p.values for p in parts]), parts[0].size
         )
@@ -111,6 +124,18 @@ class SparseVector:
         out = torch.zeros(self.size, device=self.values.device)
         out[self.indices.long()] = self.values
         return out
+
+
+def _check_order(parts: Sequence[SparseVector]) -> None:
+    """Compare the edges of parts: each part by itself is in order."""
+    filled = [place for place, part in enumerate(parts) if len(part)]
+    if len(filled) < 2:
+        return
+    first = torch.stack([parts[place].indices[0] for place in filled[1:]])
+    last = torch.stack([parts[place].indices[-1] for place in filled[:-1]])
+    wrong = torch.nonzero(first <= last)
+    if wrong.numel():
+        raise MisplacedPart(filled[int(wrong[0])], filled[int(wrong[0]) + 1])
 
 
 def sum_in_region(parts: Iterable[SparseVector], start: int, stop: int, size: int) -> SparseVector:

@@ -89,6 +89,8 @@ def _write_highs(indices, base, low, highs):
     for j in range(indices.size):
         high = ((np.int64(indices[j]) - base) >> low) + j
         if high >> 6 != at:
+            if not at < high >> 6 < highs.size:
+                raise ValueError("indices out of order or outside the region")
             highs[at] = word
             word, at = np.uint64(0), high >> 6
         word |= np.uint64(1) << np.uint64(high & 63)

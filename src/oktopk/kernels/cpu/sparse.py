@@ -15,6 +15,8 @@ from .vector import WIDTH, compiled, pointer, prefetch, stream_block, trailing_z
 _ONE = np.float32(1)
 _AHEAD = 24
 """Prefetch distance in entries: they lie far apart, which defeats the hardware prefetcher."""
+_OUTSIDE = "indices out of order or out of range"
+"""Every kernel that writes by index checks each one in passing: no vector, whoever made it, can corrupt memory."""
 
 
 @compiled
@@ -37,10 +39,12 @@ def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[
 @compiled
 def add_one(out, indices, values, base, factor):
     """Compute out += factor * values, with indices relative to `base`. Returns the growth of the non-zeros."""
-    grown = 0
+    grown, size = 0, np.uint64(out.size)
     for j in range(indices.size):
         prefetch(out, np.int64(indices[min(j + _AHEAD, indices.size - 1)]) - base)
-        i = np.uint64(indices[j] - base)
+        i = np.uint64(indices[j] - base)  # unsigned: a negative one is too large as well
+        if i >= size:
+            raise ValueError(_OUTSIDE)
         before = out[i]
         after = before + factor * values[j]
         out[i] = after
@@ -71,25 +75,34 @@ def assign_one(out, address, indices, values, base, factor):
         begin, origin = j, base + start
         while j < indices.size and indices[j] < base + stop:
             value = factor * values[j]
-            sheet[np.uint64(indices[j] - origin)] = value  # unsigned: never a negative index
+            i = np.uint64(indices[j] - origin)
+            if i >= np.uint64(stop - start):
+                raise ValueError(_OUTSIDE)
+            sheet[i] = value
             found += value != 0
             j += 1
-        for i in range(0, stop - start, WIDTH):
-            stream_block(out, start + i, sheet, i)
-        for i in range(begin, j):
-            sheet[np.uint64(indices[i] - origin)] = 0
-    return found + _assign_plain(out, whole, out.size, indices, values, base, factor, j)[1]
+        for block in range(0, stop - start, WIDTH):
+            stream_block(out, start + block, sheet, block)
+        for done in range(begin, j):
+            sheet[np.uint64(indices[done] - origin)] = 0
+    j, rest = _assign_plain(out, whole, out.size, indices, values, base, factor, j)
+    if j < indices.size:
+        raise ValueError(_OUTSIDE)
+    return found + rest
 
 
 @compiled
 def _assign_plain(out, start, stop, indices, values, base, factor, j):
     """The same from start to stop with plain stores. Returns the next entry and the number of non-zeros."""
     found = 0
-    for i in range(start, stop):
-        out[i] = 0
+    for place in range(start, stop):
+        out[place] = 0
     while j < indices.size and indices[j] < base + stop:
         value = factor * values[j]
-        out[np.uint64(indices[j] - base)] = value
+        i = np.uint64(indices[j] - base)
+        if i >= np.uint64(stop):
+            raise ValueError(_OUTSIDE)
+        out[i] = value
         found += value != 0
         j += 1
     return j, found
@@ -116,7 +129,9 @@ def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices
             indices = carray(pointer(index_at[part], out_indices), size)
             values = carray(pointer(value_at[part], out_values), size)
             while j < size and indices[j] < stop:
-                i = np.uint64(indices[j] - origin)  # unsigned: never a negative index
+                i = np.uint64(indices[j] - origin)
+                if i >= np.uint64(_TILE):
+                    raise ValueError(_OUTSIDE)
                 sums[i] += values[j]
                 touched[i >> np.uint64(6)] |= np.uint64(1) << (i & np.uint64(63))
                 j += 1
@@ -131,6 +146,9 @@ def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices
                 out_values[count] = sums[i]
                 sums[i] = 0
                 count += 1
+    for part in range(at.size):
+        if at[part] < sizes[part]:
+            raise ValueError(_OUTSIDE)
     return count
 
 

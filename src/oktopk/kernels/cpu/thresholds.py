@@ -62,13 +62,41 @@ def sampled_threshold(x: Tensor, k: int, margin: float = 0.0) -> float:
 def kth_magnitude(x: Tensor, k: int) -> float:
     """Estimate a threshold from a sample, collect what lies above it in one pass, and select among those few."""
     n = x.numel()
-    if n <= 2 * SAMPLE or k > n // 4:
+    if n <= 2 * SAMPLE:
         return _kth_of_few(x, k)
-    for margin in (1.5, 8.0):
+    for margin in (1.5, 8.0) if k <= n // 4 else ():
         picked = select(x, sampled_threshold(x, k, margin), 3 * k + SAMPLE)
         if picked.count >= k and picked.complete:
             return _kth_of_few(picked.values, k)
-    return _kth_of_few(x, k)
+    return _kth_by_bits(x, k)
+
+
+@compiled
+def _count_digits(x, shift, width, prefix, counts):
+    """Count the magnitudes whose bits begin with prefix by the next `width` bits, those from `shift` on."""
+    mask = (np.uint32(1) << width) - np.uint32(1)
+    for i in range(x.size):
+        bits = as_bits(x[i]) & np.uint32(0x7FFFFFFF)
+        if bits >> (shift + width) == prefix:
+            counts[np.uint64((bits >> shift) & mask)] += 1
+    return counts
+
+
+def _kth_by_bits(x: Tensor, k: int) -> float:
+    """Two passes, and no copy of x: magnitudes are ordered like their bits, of which each pass finds some."""
+    prefix, whole = 0, x.numpy()
+    for shift, width in ((15, 16), (0, 15)):
+
+        def count(start: int, stop: int, shift: int = shift, width: int = width, prefix: int = prefix) -> Any:
+            counts = np.zeros(1 << width, np.int64)
+            digits = np.uint32(shift), np.uint32(width), np.uint32(prefix)
+            return _count_digits(whole[start:stop], *digits, counts)
+
+        from_top = np.sum(in_slices(x.numel(), count), 0)[::-1].cumsum()
+        place = int(np.searchsorted(from_top, k))
+        k -= int(from_top[place - 1]) if place else 0
+        prefix = prefix << width | ((1 << width) - 1 - place)
+    return float(np.uint32(prefix).view(np.float32))
 
 
 _ROWS = 4
