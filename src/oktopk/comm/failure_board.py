@@ -91,7 +91,7 @@ class FailureBoard:
 
         loss = None
         if self._query(write, TIMEOUTS.store):
-            loss = self._query(lambda store: self._collect(store, peer), TIMEOUTS.failure_notes + TIMEOUTS.store)
+            loss = self._query(lambda store: self._collect(store, peer), TIMEOUTS.failure_notes + TIMEOUTS.poll)
         return loss or Loss(None, [] if peer is None else [peer])
 
     def _collect(self, store: Any, peer: int | None) -> Loss:
