@@ -37,14 +37,24 @@ def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[
 
 
 @compiled
+def _within(indices, base, size):
+    """A vectorised pass of its own: a branch in the loop of random accesses takes longer."""
+    low, high = np.int64(base), np.int64(base)
+    for j in range(indices.size):
+        low = min(low, np.int64(indices[j]))
+        high = max(high, np.int64(indices[j]))
+    return low >= base and (indices.size == 0 or high - base < size)
+
+
+@compiled
 def add_one(out, indices, values, base, factor):
     """Compute out += factor * values, with indices relative to `base`. Returns the growth of the non-zeros."""
-    grown, size = 0, np.uint64(out.size)
+    if not _within(indices, base, out.size):
+        raise ValueError(_OUTSIDE)
+    grown = 0
     for j in range(indices.size):
         prefetch(out, np.int64(indices[min(j + _AHEAD, indices.size - 1)]) - base)
-        i = np.uint64(indices[j] - base)  # unsigned: a negative one is too large as well
-        if i >= size:
-            raise ValueError(_OUTSIDE)
+        i = np.uint64(indices[j] - base)
         before = out[i]
         after = before + factor * values[j]
         out[i] = after
