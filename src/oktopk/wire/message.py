@@ -65,6 +65,26 @@ class Tag(NamedTuple):
     span: int
 
 
+class Outline(NamedTuple):
+    """What the header of a message says of its size."""
+
+    length: int
+    """Bytes of the whole message."""
+    sender: int
+    span: int
+    entries: int
+
+
+def outline(data: memoryview, at: int) -> Outline | None:
+    """Read the header of the message that begins at a place, unchecked; None if none begins there."""
+    if len(data) - at < HEADER_BYTES:
+        return None
+    fields = _HEADER.unpack_from(data, at + _FRAME.size)
+    if fields[0] != MAGIC:
+        return None
+    return Outline(_FRAME.unpack_from(data, at)[0], sender=fields[7], span=fields[10], entries=fields[11])
+
+
 class Decoded(NamedTuple):
     """A received message."""
 

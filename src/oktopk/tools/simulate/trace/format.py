@@ -17,7 +17,6 @@ memory.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,16 +25,15 @@ from torch import Tensor
 
 from oktopk.comm import Communicator, Pending, Wrapped
 from oktopk.metrics.traffic import Operation
-from oktopk.wire.message import HEADER_BYTES, MAGIC
+from oktopk.wire.message import HEADER_BYTES, outline
 
 SEND, CONTROL, RECEIVE, FLUSH, RING, ENCODE, DECODE, ADD = range(8)
 WORK = (ENCODE, DECODE, ADD)
 FIELDS = 6
 """Integers per event: its kind and five values."""
 
-_LENGTH = struct.Struct("<Q")
-_HEADER = struct.Struct("<16x4s16xI16xQQ")
-"""Fields of a message header: magic, sender, span of its region, number of entries."""
+_LENGTH_BYTES = 8
+"""What comes before the first of several parts: the length of all of them."""
 
 _ENCODED_ONCE = ("all_gather", "broadcast")
 """Operations that encode a message once and send it several times."""
@@ -72,20 +70,11 @@ class Trace:
 def parts_of(message: Tensor) -> list[Part]:
     """The parts of a message in the wire format, one or several; empty for another kind of message."""
     data = message.numpy().data
-    if part := _part(data, 0):
-        return [part]
-    parts, at = [], _LENGTH.size
-    while part := _part(data, at):
-        parts.append(part)
-        at += max(HEADER_BYTES, _LENGTH.unpack_from(data, at)[0])
+    parts, at = [], 0 if outline(data, 0) else _LENGTH_BYTES
+    while found := outline(data, at):
+        parts.append((found.sender, found.entries, found.span))
+        at += max(HEADER_BYTES, found.length)
     return parts
-
-
-def _part(data: memoryview, at: int) -> Part | None:
-    if len(data) - at < HEADER_BYTES:
-        return None
-    magic, sender, span, entries = _HEADER.unpack_from(data, at)
-    return (sender, entries, span) if magic == MAGIC else None
 
 
 class RecordingCommunicator(Wrapped):
