@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import oktopk
+from oktopk.engine.autotune import TRIAL
 from oktopk.metrics.events import StepEvent
 from oktopk.metrics.sinks import MemorySink
 from tests.support import stepping
@@ -40,6 +42,26 @@ def test_every_step_has_its_three_figures(algorithm: str, layout: str) -> None:
         assert list(zip(*lists, strict=True)) == expected
 
     on_ranks(2, job)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_step_counts_every_message_up_to_its_end(lost: bool) -> None:
+    """The digests, the names of culprits and the decision of autotune belong to the step that they end."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        with reducer_on(comm, "oktopk", warmup_steps=0, auto=True) as reducer:
+            steps = reducer._engine._steps
+            for step in range(4 + TRIAL):
+                grads = gradients(comm.rank, step)
+                if lost and comm.rank == 1:
+                    next(iter(grads.values())).fill_(math.nan)
+                reducer.sync(grads)
+                assert not steps.meter.traffic
+                assert reducer.last is not None
+                digests = [operation.phase == "digest" for operation in reducer.last.traffic]
+                assert sum(digests) == (reducer.last.phase == "sparse")
+
+    on_ranks(3, job)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from ..comm import Metered
 from ..metrics.events import ReductionEvent, Seconds, Volume, Wire, make_event
-from ..metrics.traffic import Span, Stopwatch
+from ..metrics.traffic import Operation, Span, Stopwatch, Traffic, merge, total
 from ..wire.sparse_comm import SparseCommunicator
 
 _LATE = 1e-3
@@ -64,3 +65,13 @@ class ReductionRecorder:
         if max(blocked.values()) - blocked[last] < _LATE:
             return 0.0, None
         return min(self.exchange, max(0.0, comm.blocked_sent - blocked[last])), last
+
+
+def add_traffic(event: ReductionEvent, traffic: dict[Operation, Traffic]) -> ReductionEvent:
+    """The event with more traffic of its step, and the time that it took."""
+    return replace(
+        event,
+        seconds=event.seconds + Seconds(exchange=total(traffic).seconds),
+        wire=event.wire + Wire.of(traffic),
+        traffic=merge([event.traffic, traffic]),
+    )

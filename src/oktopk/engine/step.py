@@ -20,6 +20,7 @@ from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
 from .dense_allreduce import DenseAllReduce
 from .hierarchy.local_group import LocalGroup
 from .nonfinite import NonFiniteReport, report_skipped
+from .recorder import add_traffic
 from .settings import Settings
 
 
@@ -151,6 +152,8 @@ class StepReducer:
             else:
                 self.reducer.commit(result)
         self._tune(skipped, start)
+        if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
+            self._events[-1] = add_traffic(self._events[-1], self.reducer.meter.pop_traffic())
         events = [replace(event, skipped=True) for event in self._events] if skipped else self._events
         if self.local is not None:
             if self.local.leads:

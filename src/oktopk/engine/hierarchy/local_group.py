@@ -26,11 +26,12 @@ from torch import Tensor
 from ...comm import Metered, Subset
 from ...errors import WireError
 from ...feedback.buckets import Bucket
-from ...metrics.events import ReductionEvent, Seconds, Volume, Wire, make_event
+from ...metrics.events import ReductionEvent, Seconds, Volume, make_event
 from ...metrics.traffic import merge, total
 from ...utils.timeouts import TIMEOUTS
 from ..autotune import Autotune
 from ..bucket_state import BucketResult
+from ..recorder import add_traffic
 from .links import RESULT, LocalLinks, LocalTransport, SubgroupTransport
 from .shared_memory import SharedMemoryTransport, find_problem
 
@@ -171,11 +172,10 @@ class LocalGroup:
         """The events; the first one now has what the step has cost inside the host."""
         first, *rest = events
         words, moved = self._comm.pop_traffic(), self._connected().pop_traffic()
-        talking = total(words).seconds
-        seconds = first.seconds + Seconds(exchange=talking, other=max(0.0, self._busy - talking))
+        first = add_traffic(first, words)
+        seconds = first.seconds + Seconds(other=max(0.0, self._busy - total(words).seconds))
         self._busy = 0.0
-        wire, traffic = first.wire + Wire.of(words), merge([first.traffic, words, moved])
-        return [replace(first, seconds=seconds, wire=wire, traffic=traffic), *rest]
+        return [replace(first, seconds=seconds, traffic=merge([first.traffic, moved])), *rest]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
