@@ -29,7 +29,9 @@ from tests.support.labs import machine_interfaces, spaces_of
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its kernels then run on the CPU
 
-collect_ignore = [] if find_spec("triton") else ["contracts/test_triton.py"]  # no build for this platform
+collect_ignore = ["support/jobs/torch_ddp.py"]  # imports tests of torch, with warnings of their own
+if not find_spec("triton"):  # no build for this platform
+    collect_ignore += ["contracts/test_triton.py"]
 
 settings.register_profile(
     "oktopk",

@@ -60,9 +60,9 @@ def _rank(comm: oktopk.Communicator) -> Rank:
     class RecordingOkTopk(OkTopk):
         """Ok-Topk that records its stages; their names are those of the paper."""
 
-        def _select_overall(self, channel, sums, k, last):  # type: ignore[no-untyped-def]
+        def _select_overall(self, channel, sums, edges, k, last):  # type: ignore[no-untyped-def]
             recorded["sums"] = _entries(sums)
-            return super()._select_overall(channel, sums, k, last)
+            return super()._select_overall(channel, sums, edges, k, last)
 
         def _balance_and_gather(self, channel, overall, edges):  # type: ignore[no-untyped-def]
             recorded["survivors"], recorded["edges"] = _entries(overall.own), list(edges)

@@ -132,6 +132,8 @@ def unnamed(job: Job, fault: Fault, reports: Sequence[Report], nameable: bool) -
         if job.front_end == "ddp" and of_ddp(error) and any(isinstance(r.error, OkTopkError) for r in reports):
             continue
         says, when, _ = str(error).rpartition(f" (rank {rank}, step {done})")
+        if not when and done == 0 and "(agreement)" in str(error):  # about the arguments, before the first step
+            says, when = str(error), "at the start"
         if not when:
             return f"rank {rank} ended in step {done}, and says {error!r}"
         missing = [what for what, pattern in NAMED.items() if not re.search(pattern, says)]

@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if all cases went well."""
     options = arguments().parse_args(argv)
     numbers, results = chosen(options), Results(options.out)
-    logging.disable(logging.CRITICAL)  # skipped steps, and the like
     for where, its in numbers.items():
         missing = results.missing(where, its)
         if not missing:
@@ -123,4 +122,5 @@ def process_verdicts(numbers: Sequence[int], settings: Sequence[str]) -> Iterato
 
 
 if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)  # skipped steps, and the like
     sys.exit(main())

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import oktopk
 from oktopk import CommTimeout, Communicator, OkTopkError
-from oktopk.comm import Operation, base, pack, packed_bytes, unpack
+from oktopk.comm import Operation, pack, packed_bytes, unpack
+from oktopk.wire import message
 from stress.chaos import cases, on_threads, process_cases, run
 from stress.chaos.cases import PATIENT, Job
 from stress.chaos.faults import EVERYBODY, Burned, Fault, Faulty, Moment, damaged
@@ -253,18 +254,14 @@ def test_cases_of_processes_can_be_repeated_and_differ() -> None:
 
 
 def test_a_message_that_is_believed_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the seal, a damaged magnitude is taken for one: the judge sees what comes of it."""
+    """Without checksums, and so without digests, a damaged value is believed: the judge sees what comes of it."""
     job = replace(JOB, steps=2, buckets=stepping.SEVERAL)
     expected = on_threads.run(job, None, PATIENT)
     assert expected is not None
-
-    def believe(message: Tensor, sender: int, number: int, operation: Operation, dtype: torch.dtype) -> Tensor:
-        return message[32 : message.numel() - int(message[28])].clone().view(dtype)
-
-    monkeypatch.setattr(base, "unseal", believe)
+    monkeypatch.setattr(message, "_checksum", lambda _: 0)
     found = []
     for seed in range(12):
-        fault = Fault("corrupt", 1, Moment(0, "magnitudes", 0, 0), seed=seed)
+        fault = Fault("corrupt", 1, Moment(0, "split", 0, 0), seed=seed)
         reports = on_threads.run(job, fault, PATIENT)
         assert reports is not None
         found.append(judge(job, fault, expected, reports, harmless=False))
