@@ -225,7 +225,7 @@ def _warn_unused_options(resolved: ResolvedConfig) -> None:
         unused["compressor"] = "--compression is False"
     if workload.dataset != "an4":
         unused |= dict.fromkeys(("min_seconds", "pseudo_accuracy"), f"{workload.dataset} is not speech")
-    if workload.dataset in ("ptb", "text"):
+    if workload.dataset in ("ptb", "text", "tokens"):
         unused["augment"] = "text is not augmented"
     if workload.momentum is None:
         own = f"the optimizer of {workload.dnn} has its own"
