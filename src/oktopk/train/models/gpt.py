@@ -45,7 +45,8 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, length, width]
         x = x + self.drop(self.attended(self._attend(self.norm1(x))))
-        return x + self.drop(self.mlp2(F.gelu(self.mlp1(self.norm2(x)), approximate="tanh")))
+        inner: Tensor = self.drop(self.mlp2(F.gelu(self.mlp1(self.norm2(x)), approximate="tanh")))
+        return x + inner
 
     def _attend(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
