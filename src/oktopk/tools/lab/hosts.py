@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .cleanup import hold_signals, live_labs, watch_signals
 from .job import Job, RankResult
 from .namespaces import LabError, call, find_tool, list_namespaces, remove, remove_orphans, start_time
+from .user_namespace import user_namespace_problem
 
 INTERFACE, PORT = "eth0", 29500
 MAX_HOSTS = 254
@@ -49,7 +50,9 @@ def _missing_requirement() -> str | None:
     if sys.platform != "linux":
         return f"network namespaces need Linux, but this is {sys.platform}"
     if os.geteuid():
-        return "network namespaces need root: run as root, or with sudo"
+        return user_namespace_problem() or (
+            "network namespaces need root: run as root, or call enter_user_namespace() at the start of the program"
+        )
     for name in ("ip", "tc"):
         if not find_tool(name):
             return f"command `{name}` not found: install the package iproute2"
