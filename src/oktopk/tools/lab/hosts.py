@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .cleanup import hold_signals, live_labs, watch_signals
 from .job import Job, RankResult
@@ -31,6 +32,11 @@ class Counters:
     sent_packets: int
     received_bytes: int
     received_packets: int
+
+
+def interface_sent_bytes(in_lab: bool) -> int | None:
+    """Bytes that the interface of this host has sent, as the kernel counts them; None outside of a lab."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text()) if in_lab else None
 
 
 def parse_rate(rate: str) -> int:
