@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from .contenders import ACCUMULATE, OURS, Contender
 RAMP, LOW_RANK = "ramp", "low-rank"
 """Phases besides dense and sparse: the density still falls; PowerSGD compresses."""
 _REHEARSED = 3
-log = logging.getLogger(__name__)
 
 
 class Attached:
@@ -152,8 +151,6 @@ def rehearse(contender: Contender, sizes: list[int]) -> None:
 
     Sizes and settings are those of the race, because they decide which kernels and index codes are used.
     """
-    from dataclasses import replace
-
     stand_in = _StandIn(sizes)
     optimizer = SGD(stand_in.parameters(), lr=0.0)
     options = {**contender.options, "ramp_steps": 0, "auto": False}

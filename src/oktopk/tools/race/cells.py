@@ -1,13 +1,13 @@
 """The folder of a cell: its spec, its curve and steps as they come, and its result.
 
-    OUT/cells/NAME/
-        spec.json        what the cell does; another spec in the same folder is refused
-        curve.jsonl      one line per validation: step, clock, bytes so far, metrics, training loss
-        steps.csv        one line per step: phase, seconds of the slowest rank, bytes sent per rank
-        result.json      written last: the cell is finished
-        progress.json    what the cell is doing, for the terminal
-        error.txt        how it failed
-        checkpoints/     of a long cell that is not finished
+OUT/cells/NAME/
+    spec.json        what the cell does; another spec in the same folder is refused
+    curve.jsonl      one line per validation: step, clock, bytes so far, metrics, training loss
+    steps.csv        one line per step: phase, seconds of the slowest rank, bytes sent per rank
+    result.json      written last: the cell is finished
+    progress.json    what the cell is doing, for the terminal
+    error.txt        how it failed
+    checkpoints/     of a long cell that is not finished
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from oktopk.utils.files import write_atomically
 
 from .spec import RaceError, Spec, race_difference
 
 CELLS = "cells"
+COMPILING = "compiling kernels"
+"""What a cell says it is doing then."""
+T = TypeVar("T")
 _SPEC, _CURVE, _STEPS, _RESULT = "spec.json", "curve.jsonl", "steps.csv", "result.json"
 _PROGRESS, _ERROR, _CHECKPOINTS = "progress.json", "error.txt", "checkpoints"
 
@@ -105,14 +108,14 @@ class CellFolder:
         found = self.spec()
         if difference := race_difference(spec.race, found.race):
             raise RaceError(
-                f"{self.path} belongs to another race: {difference}; its cells cannot be compared with these. Pass "
-                "the same options, or another --out"
+                f"{self.path} belongs to another race: {difference}; its cells cannot be compared with these: "
+                "pass the same options, or another --out"
             )
         if found.cell != spec.cell:
             raise RaceError(f"{self.path} holds another cell ({found.cell}): remove it, or choose another --out")
 
     def spec(self) -> Spec:
-        return self._explain(_SPEC, lambda text: Spec.from_json(text))
+        return self._explain(_SPEC, Spec.from_json)
 
     def fail(self, message: str) -> None:
         """Keep the error of a failed cell."""
@@ -146,7 +149,7 @@ class CellFolder:
 
         return self._explain(_STEPS, parse)
 
-    def _explain(self, name: str, parse: Any) -> Any:
+    def _explain(self, name: str, parse: Callable[[str], T]) -> T:
         try:
             return parse((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
@@ -165,7 +168,7 @@ class CellFolder:
             curve, steps = [], []
         write_atomically(self.path / _CURVE, "".join(map(_curve_line, curve)).encode())
         write_atomically(self.path / _STEPS, _csv([[item.name for item in fields(Step)], *map(astuple, steps)]))
-        self._files = [open(self.path / name, "a", encoding="utf-8") for name in (_CURVE, _STEPS)]
+        self._files = [open(self.path / name, "a", encoding="utf-8") for name in (_CURVE, _STEPS)]  # noqa: SIM115
 
     def add_step(self, step: Step) -> None:
         self._files[1].write(_csv([astuple(step)]).decode())
@@ -212,16 +215,25 @@ def _csv(rows: Iterable[Sequence[Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def find_finished(out: Path) -> list[Finished]:
-    """All finished cells below a race's folder, sorted by name."""
-    folders = sorted((out / CELLS).iterdir()) if (out / CELLS).is_dir() else []
-    return [CellFolder(path).read() for path in folders if (path / _RESULT).exists()]
+def find_finished(out: Path) -> tuple[list[Finished], list[str]]:
+    """All finished cells below a race's folder, sorted by name, and what is wrong with those that are damaged."""
+    cells, problems = [], []
+    for path in _folders(out):
+        if (path / _RESULT).exists():
+            try:
+                cells.append(CellFolder(path).read())
+            except RaceError as error:
+                problems.append(str(error))
+    return cells, problems
+
+
+def _folders(out: Path) -> list[Path]:
+    return sorted((out / CELLS).iterdir()) if (out / CELLS).is_dir() else []
 
 
 def check_race(out: Path, spec: Spec) -> None:
     """Raise a RaceError if the folder holds cells of another race."""
-    folders = sorted((out / CELLS).iterdir()) if (out / CELLS).is_dir() else []
-    for path in folders:
+    for path in _folders(out):
         if (path / _SPEC).exists() and (difference := race_difference(spec.race, CellFolder(path).spec().race)):
             raise RaceError(
                 f"{out} holds another race: {difference} ({path.name}). Cells of different races cannot be "

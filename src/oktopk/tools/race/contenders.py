@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 from oktopk.algorithms import ALGORITHMS, Algorithm
-from oktopk.engine.settings import Settings
+from oktopk.engine.settings import Options, Settings
 from oktopk.frontends.ddp import OkTopkState
 from oktopk.tools.hooks import BF16, DDP, FP16, HOOKS, POWERSGD
 from oktopk.wire.message import VALUE_CODES
@@ -23,14 +23,8 @@ from oktopk.wire.message import VALUE_CODES
 from .spec import RaceError
 
 ACCUMULATE, OURS = "accumulate", "ours"
-KINDS = {
-    DDP: "plain DDP, fp32",
-    FP16: "DDP with torch's fp16_compress_hook",
-    BF16: "DDP with torch's bf16_compress_hook",
-    POWERSGD: "powersgd:R, torch's powerSGD_hook of rank R (start=N: dense steps before it)",
-    ACCUMULATE: "accumulate:N, DDP with N batches per step",
-    **{name: f"OkTopkState with the algorithm {name}" for name in ALGORITHMS},
-}
+KINDS = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, *ALGORITHMS)
+"""What the name of a contender begins with."""
 _LR, _START, _BUCKETS, _PATTERNS = "lr", "start", "buckets", "dense"
 _DEFAULTS = {
     name: parameter.default
@@ -65,9 +59,9 @@ class Contender:
         if self.algorithm is None:
             return None
         given = {**_DEFAULTS, **self.options, "warmup_steps": self.warmup_steps}
-        main = [given.pop(name) for name in ("density", "warmup_steps", "norm_clip", "auto")]
+        main = {name: given.pop(name) for name in _DEFAULTS}
         given.pop(_BUCKETS, None)
-        return Settings.from_options(self.algorithm, *main, options=given)  # type: ignore[arg-type]
+        return Settings.from_options(self.algorithm, options=cast(Options, given), **main)
 
     def with_warmup(self, most: int) -> Contender:
         """The same with at most so many dense steps before compression, to time both phases in few steps."""
@@ -112,7 +106,7 @@ def _parse_ours(text: str, algorithm: Algorithm, lr: float, given: dict[str, Any
         given[_PATTERNS] = given[_PATTERNS].split("+")
     warmup = given.pop("warmup_steps", _DEFAULTS["warmup_steps"])
     try:
-        algorithm = replace(algorithm, **own)  # type: ignore[type-var]
+        algorithm = replace(algorithm, **own)
         contender = Contender(text, OURS, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
         assert contender.settings is not None
     except (ValueError, TypeError) as error:
@@ -142,7 +136,7 @@ def _setting(text: str, word: str, known: list[str]) -> tuple[str, Any]:
         return key, value
 
 
-def _hint(word: str, known: Mapping[str, object] | list[str]) -> str:
+def _hint(word: str, known: Sequence[str]) -> str:
     close = get_close_matches(word, known, 1)
     return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
 

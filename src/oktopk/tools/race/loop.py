@@ -1,8 +1,8 @@
 """The training loop of a cell on one rank.
 
-The clock is the sum of the steps, each as long as on its slowest rank: waiting for data, forward, backward, exchange,
-clipping and optimizer. The ranks compare their times after every step, off the clock, so that all of them stop at
-the same step. Validation, checkpoints and compilation are off the clock, too.
+The clock is the sum of the steps, each as long as on its slowest rank: waiting for data, forward, backward,
+exchange, clipping and optimizer. The ranks compare their times after every step, off the clock, so that
+all of them stop at the same step. Validation, checkpoints and compilation are off the clock, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oktopk.train.prefetch import prefetch
 from oktopk.train.tasks import StepPosition
 
 from .attach import Attached, attach, compiles, rehearse
-from .cells import CellFolder, Point, Step, finite
+from .cells import COMPILING, CellFolder, Point, Step, finite
 from .contenders import Contender, parse_contender
 from .spec import LOOPBACK, TIMING, RaceError, Spec
 
@@ -43,7 +43,7 @@ _SAY_SECONDS = 0.5
 def make_config(spec: Spec) -> TrainConfig:
     """The trainer's options of a cell."""
     paths = {item.name for item in fields(TrainConfig) if "Path" in str(item.type)}
-    known = {
+    known: dict[str, Any] = {
         name: Path(value) if name in paths and value is not None else value
         for name, value in spec.race.config.items()
     }
@@ -105,7 +105,7 @@ class CellLoop:
     def run(self) -> dict[str, Any]:
         """Train to the end of the cell, or resume it; returns its result."""
         if compiles(self.contender):
-            self._say("compiling kernels")
+            self._say(COMPILING)
             rehearse(self.contender, [p.numel() for p in self.network.parameters() if p.requires_grad])
         self.attached = attach(self.contender, self.network, self.optimizer)
         self._buffers = BufferBackup(self.network)

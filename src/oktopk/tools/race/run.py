@@ -14,10 +14,9 @@ from oktopk.errors import OkTopkError
 from oktopk.tools.bench.launch import run_on_loopback
 from oktopk.tools.lab import JobFailed, Lab
 
-from .cells import CELLS, CellFolder, check_race
-from .spec import FULL, LOOPBACK, QUALITY, TIMING, Cell, Race, Spec
+from .cells import CELLS, COMPILING, CellFolder, check_race
+from .spec import LOOPBACK, QUALITY, TIMING, Cell, Race, Spec
 
-COMPILING = "compiling kernels"
 JOB = (sys.executable, "-m", "oktopk.tools.race.job")
 _LOOK_SECONDS = 0.5
 Show = Callable[[str], object]
@@ -57,7 +56,7 @@ def run_cells(
     timeout: float,
     show: Show,
     status: Show | None = None,
-    job: Sequence[str] = JOB,
+    job: Sequence[str] | None = None,
     on_change: Callable[[], object] = lambda: None,
 ) -> list[Failure]:
     """Run all cells that are not finished; returns those that failed.
@@ -79,6 +78,7 @@ def run_cells(
     for cell in cells:
         check_race(out, Spec(race, cell))
     failures: list[Failure] = []
+    once = _Once(show)
     with _Runner(race.ranks, timeout) as runner:
         for number, cell in enumerate(cells, start=1):
             folder = CellFolder(out / CELLS / cell.name)
@@ -88,8 +88,8 @@ def run_cells(
                     show(f"{where}: finished before")
                     continue
                 show(where)
-                with _following(folder, where, show, status):
-                    runner.run([*job, str(folder.path)], cell.link)
+                with _following(folder, where, once, status):
+                    runner.run([*(job or JOB), str(folder.path)], cell.link)
                 folder.read()  # a job that succeeds leaves a result
             except (OkTopkError, OSError) as error:
                 failures.append(Failure(cell, _keep_error(folder, error)))
@@ -130,17 +130,27 @@ class _Runner:
         self._stack.close()
 
 
+class _Once:
+    """Shows every line only once."""
+
+    def __init__(self, show: Show) -> None:
+        self._show, self._shown = show, set[str]()
+
+    def __call__(self, line: str) -> None:
+        if line not in self._shown:
+            self._shown.add(line)
+            self._show(line)
+
+
 @contextlib.contextmanager
 def _following(folder: CellFolder, where: str, show: Show, status: Show | None) -> Iterator[None]:
     """Show what the cell says about itself, in a thread: the job's own output is kept for its errors."""
     end = threading.Event()
 
     def follow() -> None:
-        announced = False
         while not end.wait(_LOOK_SECONDS):
             known = folder.progress() or {}
-            if known.get("doing") == COMPILING and not announced:
-                announced = True
+            if known.get("doing") == COMPILING:
                 show(f"{COMPILING}, before the clock starts")
             if status is not None:
                 status(f"{where}: {describe(known)}")
@@ -168,6 +178,3 @@ def describe(known: dict[str, Any]) -> str:
     name, value = next(iter(metrics.items()), (None, None))
     last = "" if value is None else f", {name} {value:.4g}"
     return f"step {known.get('step', 0):,}, clock {known.get('seconds', 0.0):.1f} s{last}"
-
-
-__all__ = ["COMPILING", "FULL", "Failure", "describe", "plan_cells", "plan_composed", "run_cells"]
