@@ -6,34 +6,34 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
-Place = TypeVar("Place", int, float)
-_LOWEST, _HIGHEST = 1e3, 1e13
+_LOWEST, _HIGHEST = 1.0, 1e18
 """Rates in bits per second between which a crossover is looked for."""
 
 
-def find_overtaking(of_a: Mapping[Place, float], of_b: Mapping[Place, float]) -> list[tuple[float, Place, Place]]:
-    """Find where a, which was slower, becomes faster than b, interpolated linearly in logarithms.
+def measure_crossover(
+    dense: Mapping[float, float], sparse: Mapping[float, float]
+) -> tuple[float, float, float] | None:
+    """Find B*, the rate below which the sparse way is faster, between rates at which both were measured.
+
+    Time grows with bytes / rate, so that it is interpolated linearly in 1 / rate.
 
     Args:
-        of_a: seconds of a by place, such as a number of ranks or a rate.
-        of_b: seconds of b at the same places.
+        dense: seconds by rate in bits per second.
+        sparse: seconds at the same rates.
 
     Returns:
-        Tuples of where it happens, and the known places before and after.
+        B* and the measured rates around it; None if the faster way is the same at all rates.
 
-    >>> find_overtaking({1: 4.0, 4: 1.0}, {1: 2.0, 4: 2.0})
-    [(2.0, 1, 4)]
+    >>> measure_crossover({1e8: 1.8, 1e9: 1.08}, {1e8: 1.4, 1e9: 1.4})
+    (200000000.0, 100000000.0, 1000000000.0)
     """
-    found = []
-    for low, high in pairwise(sorted(of_a)):
-        behind = math.log(of_a[low] / of_b[low])
-        ahead = math.log(of_b[high] / of_a[high])
-        if behind >= 0 and ahead > 0:
-            share = behind / (behind + ahead)
-            found.append((low * (high / low) ** share, low, high))
-    return found
+    for low, high in pairwise(sorted(dense)):
+        gain, loss = dense[low] - sparse[low], sparse[high] - dense[high]
+        if gain > 0 and loss >= 0:
+            slowness = 1 / low + (1 / high - 1 / low) * gain / (gain + loss)
+            return float(f"{1 / slowness:.12g}"), low, high
+    return None
 
 
 @dataclass(frozen=True)

@@ -189,10 +189,13 @@ class CellFolder:
         draft.write_text(json.dumps(doing), encoding="utf-8")
         os.replace(draft, self.path / _PROGRESS)
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the result, and remove what only an unfinished cell needs."""
+    def close(self) -> None:
         for file in self._files:
             file.close()
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the result, and remove what only an unfinished cell needs."""
+        self.close()
         write_atomically(self.path / _RESULT, (json.dumps(result, indent=2) + "\n").encode())
         (self.path / _PROGRESS).unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)

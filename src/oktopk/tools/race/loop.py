@@ -118,6 +118,7 @@ class CellLoop:
             ended = self._train()
         finally:
             self.attached.close()
+            self.folder.close()
         result = self._result(ended)
         if self.comm.rank == 0:
             self.folder.finish(result)

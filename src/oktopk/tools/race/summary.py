@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from oktopk.algorithms.volume import WORD_BYTES, ring_words
-from oktopk.tools.crossover import Cost, find_overtaking, predict_crossover
+from oktopk.tools.crossover import Cost, measure_crossover, predict_crossover
 from oktopk.tools.hooks import DDP
 from oktopk.tools.lab import parse_rate
 
@@ -234,15 +234,15 @@ def _crossovers(race: Race, trials: Sequence[Trial]) -> list[dict[str, Any]]:
         if name == DDP or not shared:
             continue
         limited = [rate for rate in shared if rate < math.inf]
-        crossings = find_overtaking(
+        measured = measure_crossover(
             {rate: dense[rate].seconds for rate in limited}, {rate: costs[rate].seconds for rate in limited}
         )
         predicted = predict_crossover(_unlimited(dense, shared[-1]), _unlimited(costs, shared[-1]))
         found.append({
             "contender": name,
             "against": DDP,
-            "measured": crossings[0][0] if crossings else None,
-            "between": list(crossings[0][1:]) if crossings else None,
+            "measured": measured and measured[0],
+            "between": measured and list(measured[1:]),
             "predicted": None if predicted is None or math.isinf(predicted) else predicted,
             "faster_on": [rate for rate in limited if costs[rate].seconds < dense[rate].seconds],
             "links": limited,

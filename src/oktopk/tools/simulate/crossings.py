@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from oktopk.algorithms.volume import least_words, oktopk_words, ring_words
-from oktopk.tools.crossover import find_overtaking
 
 from .study import Answer
 
@@ -36,7 +36,14 @@ def find_crossings(answers: Sequence[Answer]) -> list[Crossing]:
 
 def _find_overtaking(a: str, of_a: Mapping[int, float], b: str, of_b: Mapping[int, float]) -> list[Crossing]:
     """Find where a, which was slower, becomes faster than b."""
-    return [Crossing(a, b, at, low, high) for at, low, high in find_overtaking(of_a, of_b)]
+    found = []
+    for low, high in pairwise(sorted(of_a)):
+        behind = math.log(of_a[low] / of_b[low])
+        ahead = math.log(of_b[high] / of_a[high])
+        if behind >= 0 and ahead > 0:
+            share = behind / (behind + ahead)
+            found.append(Crossing(a, b, low * (high / low) ** share, low, high))
+    return found
 
 
 @dataclass(frozen=True)
