@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def test_a_race_of_every_kind_of_contender(tmp_path: Path, capsys: pytest.Captur
         assert losses[-1] < losses[0], name
         steps = CellFolder(tmp_path / CELLS / Cell(name, "none", 0).name).read().steps
         assert sum(step.seconds for step in steps) == pytest.approx(trial["curve"][-1]["seconds"])
+    assert all(one["seconds"] is None for one in rows.values())
     start = {trial["curve"][0]["metrics"]["val loss"] for trial in trials.values()}
     assert len(start) == 1  # all of them begin with the same weights
     assert [list(trials[name]["phases"]) for name in names] == [
@@ -172,23 +174,16 @@ def test_composed_and_full_cells_over_a_link(tmp_path: Path, capsys: pytest.Capt
     if problem := lab_problem():
         pytest.skip(problem)
     words = ["race", "--out", str(tmp_path), "--link", "20mbit", "--contenders", f"ddp,{OURS}", "--steps", "6"]
-    words += ["--val-every-steps", "2", "--target", "val loss<=4", "--json", "--timing-steps", "8"]
-    task = ["--", "--dnn", TINY]
+    words += ["--val-every-steps", "2", "--target", "val loss<=3.2", "--json", "--timing-steps", "8"]
+    task = ["--", "--dnn", TINY, "--lr", "0.01", "--lr-schedule", "constant"]
     assert main([*words, "--composed", *task]) == 0
     composed = json.loads(capsys.readouterr().out)
     assert {(row["link"], row["how"]) for row in composed["rows"]} == {("20mbit", "composed")}
     assert main([*words, *task]) == 0
     document = json.loads(capsys.readouterr().out)
     assert {row["how"] for row in document["rows"]} == {"full", "composed"}
+    assert {one["contender"] for one in document["deviations"]} == {"ddp", OURS}
     for row in document["rows"]:
-        dense = row["phase_seconds"]["dense"]
-        assert dense > 8 * row["sent_bytes"] / 20e6 / 10  # bytes took time on the link
         if row["contender"] == "ddp":
             assert 1.0 < row["of_dense"] < 1.5, row  # with headers, as the kernel counts them
-    assert not spaces_of(run_pid())
-
-
-def run_pid() -> int:
-    import os
-
-    return os.getpid()
+    assert not spaces_of(os.getpid())

@@ -71,6 +71,13 @@ def test_a_target_that_is_not_reached_is_said_so() -> None:
     assert "not reached by 1 of 2 seeds in 1 steps; best 1.5" in text(partly)
 
 
+def test_a_target_that_the_first_weights_reach_takes_no_time() -> None:
+    start = Finished(Spec(TARGET, Cell("ddp", "none", 0)), cell("ddp", "none", [], 1.0).result,
+                     [Point(0, 0.0, 0.0, {"val loss": 1.0})], [])  # fmt: skip
+    assert row(build_summary(TARGET, [start]), "ddp", "none")["seconds"]["mean"] == 0
+    assert "0.0 s" in text(build_summary(TARGET, [start]))
+
+
 def test_crossover_is_measured_between_links_and_predicted_from_the_fastest() -> None:
     slow, fast = 1e8, 1e9
     compute, sent, extra = 1.0, 1e7, 0.4

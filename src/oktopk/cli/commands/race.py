@@ -132,11 +132,12 @@ def _race(options: argparse.Namespace) -> int:
     contenders, links, seeds = _lists(options)
     if options.out is None:
         raise RaceError("pass --out FOLDER: finished cells are kept there")
+    limited = any(link != LOOPBACK for link in links)
+    if limited:
+        enter_user_namespace()  # which starts this program again, so that it comes before any work
     race = _make_race(options)
-    if any(link != LOOPBACK for link in links):
-        enter_user_namespace()
-        if problem := lab_problem():
-            raise RaceError(f"--link {options.link}: {problem}; --link none runs on loopback")
+    if limited and (problem := lab_problem()):
+        raise RaceError(f"--link {options.link}: {problem}; --link none runs on loopback")
     plan = plan_composed if options.composed else plan_cells
     failures = run_cells(
         race, plan(contenders, links, seeds), options.out, options.timeout, _show, _status(),

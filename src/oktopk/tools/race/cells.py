@@ -25,7 +25,7 @@ from typing import Any, TextIO, TypeVar
 
 from oktopk.utils.files import write_atomically
 
-from .spec import RaceError, Spec, race_difference
+from .spec import Race, RaceError, Spec, race_difference
 
 CELLS = "cells"
 COMPILING = "compiling kernels"
@@ -90,7 +90,7 @@ class CellFolder:
         Raises:
             RaceError: the folder holds something else.
         """
-        self.check(spec)
+        self._check(spec)
         if (self.path / _RESULT).exists():
             self.read()
             return True
@@ -99,18 +99,13 @@ class CellFolder:
         (self.path / _PROGRESS).unlink(missing_ok=True)
         return False
 
-    def check(self, spec: Spec) -> None:
-        """Raise a RaceError if the folder holds a cell with another spec."""
+    def _check(self, spec: Spec) -> None:
+        """Raise a RaceError if the folder holds another cell."""
         if not (self.path / _SPEC).exists():
             if (self.path / _RESULT).exists():
                 raise RaceError(f"{self.path} has a result but no {_SPEC}: remove it, or choose another --out")
             return
         found = self.spec()
-        if difference := race_difference(spec.race, found.race):
-            raise RaceError(
-                f"{self.path} belongs to another race: {difference}; its cells cannot be compared with these: "
-                "pass the same options, or another --out"
-            )
         if found.cell != spec.cell:
             raise RaceError(f"{self.path} holds another cell ({found.cell}): remove it, or choose another --out")
 
@@ -234,10 +229,10 @@ def _folders(out: Path) -> list[Path]:
     return sorted((out / CELLS).iterdir()) if (out / CELLS).is_dir() else []
 
 
-def check_race(out: Path, spec: Spec) -> None:
+def check_race(out: Path, race: Race) -> None:
     """Raise a RaceError if the folder holds cells of another race."""
     for path in _folders(out):
-        if (path / _SPEC).exists() and (difference := race_difference(spec.race, CellFolder(path).spec().race)):
+        if (path / _SPEC).exists() and (difference := race_difference(race, CellFolder(path).spec().race)):
             raise RaceError(
                 f"{out} holds another race: {difference} ({path.name}). Cells of different races cannot be "
                 "compared: pass the same options, or another --out"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -70,18 +70,10 @@ class CellLoop:
         spec: what the cell does.
         folder: where rank 0 writes.
         comm: the ranks, over connections that no contender uses.
-        after_step: called with the number of steps done.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        folder: CellFolder,
-        comm: Communicator,
-        after_step: Callable[[int], None] = lambda step: None,
-    ) -> None:
+    def __init__(self, spec: Spec, folder: CellFolder, comm: Communicator) -> None:
         self.spec, self.race, self.folder, self.comm = spec, spec.race, folder, comm
-        self._after_step = after_step
         self.timing = spec.cell.kind == TIMING
         self.contender = _contender(spec)
         config = make_config(spec)
@@ -145,7 +137,6 @@ class CellLoop:
             ended = self._validate() or ended
         if ended is None and self.attached.resumable and self._save_due():
             self._save()
-        self._after_step(self.done.step)
         return ended
 
     def _step(self, batches: Iterator[Any]) -> tuple[float, float, int | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from oktopk.errors import OkTopkError
 from oktopk.tools.bench.launch import run_on_loopback
-from oktopk.tools.lab import JobFailed, Lab
+from oktopk.tools.lab import JobFailed, JobTimeout, Lab
 
 from .cells import CELLS, COMPILING, CellFolder, check_race
 from .spec import LOOPBACK, QUALITY, TIMING, Cell, Race, Spec
@@ -75,8 +75,7 @@ def run_cells(
         RaceError: the folder holds another race.
         KeyboardInterrupt: the race was interrupted; its processes and its lab are gone.
     """
-    for cell in cells:
-        check_race(out, Spec(race, cell))
+    check_race(out, race)
     failures: list[Failure] = []
     once = _Once(show)
     with _Runner(race.ranks, timeout) as runner:
@@ -103,7 +102,8 @@ def _keep_error(folder: CellFolder, error: Exception) -> str:
     with contextlib.suppress(OSError):  # a full disk must not end the race as well
         folder.fail(str(error))
     lines = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    return lines[-1].strip() if isinstance(error, JobFailed) else lines[0]
+    ended_by_error = isinstance(error, JobFailed) and not isinstance(error, JobTimeout)
+    return lines[-1].strip() if ended_by_error else lines[0]  # a traceback ends with its error
 
 
 class _Runner:

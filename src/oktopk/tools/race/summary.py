@@ -101,7 +101,7 @@ def build_summary(
     for row in rows:
         dense = next((one for one in rows if _beside(one, row)), None)
         times = [one["seconds"]["mean"] for one in (dense, row) if one and one["seconds"]]
-        row["ddp_over_it"] = times[0] / times[1] if len(times) == 2 else None
+        row["ddp_over_it"] = times[0] / times[1] if len(times) == 2 and times[1] else None
     rows.sort(key=_rank)
     return {
         "target": None if race.target is None else str(race.target),
