@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oktopk.tools.report.html.colours import series_style
+from oktopk.tools.report.html.colours import GREY, series_style
 from oktopk.utils.files import atomic_path
 
 from ..summary import COMPOSED
 from .page import contenders_of, links_of
-from .tables import link_name
+from .tables import break_name, link_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ def draw(document: Document, path: Path) -> None:
         panels = figure.subplots(2, max(1, len(links)), squeeze=False)
         for place, link in enumerate(links):
             _curves(panels[0][place], document, link)
-            _bars(panels[1][place], document, link)
+            _outcome(panels[1][place], document, link)
         names = {
             name: line
             for panel in panels[0]
@@ -65,36 +65,35 @@ def _curves(panel: Axes, document: Document, link: str) -> None:
         )  # fmt: skip
         seen.add(name)
     if document["race"]["target"] is not None:
-        panel.axhline(document["race"]["target"]["value"], color="#808080", linestyle="--", linewidth=1)
+        panel.axhline(document["race"]["target"]["value"], color=GREY, linestyle="--", linewidth=1)
     panel.set_title(link_name(link), fontsize=10)
     panel.set_xlabel("time on the clock (s)", fontsize=9)
     panel.set_ylabel(str(metric), fontsize=9)
     _plain(panel)
 
 
-def _bars(panel: Axes, document: Document, link: str) -> None:
+def _outcome(panel: Axes, document: Document, link: str) -> None:
+    """Time to target or the last metric: a point for each contender, with the spread over seeds."""
     by_time = document["target"] is not None
     key, digits = ("seconds", ".1f") if by_time else ("final", ".3f")
     rows = [row for row in document["rows"] if row["link"] == link]
     order = contenders_of(document)
+    for place, row in enumerate(rows):
+        colour, known = series_style(order.index(row["contender"]))[0], row[key]
+        if known is None:
+            panel.text(0.02, place, "not reached", transform=panel.get_yaxis_transform(), va="center", fontsize=8)
+            continue
+        panel.errorbar(known["mean"], place, xerr=known["std"], fmt="o", color=colour, capsize=3)
+        panel.annotate(f"{known['mean']:{digits}}", (known["mean"], place), (0, 7), textcoords="offset points",
+                       ha="center", fontsize=8)  # fmt: skip
     names = [row["contender"] + (" (composed)" if row["how"] == COMPOSED else "") for row in rows]
-    means = [row[key]["mean"] if row[key] else 0.0 for row in rows]
-    spreads = [(row[key]["std"] or 0.0) if row[key] else 0.0 for row in rows]
-    bars = panel.barh(
-        range(len(rows)), means, xerr=spreads if any(spreads) else None,
-        color=[series_style(order.index(row["contender"]))[0] for row in rows],
-    )  # fmt: skip
-    shown = [f"{row[key]['mean']:{digits}}" if row[key] else "not reached" for row in rows]
-    panel.bar_label(bars, shown, padding=4, fontsize=8)
-    panel.set_yticks(range(len(rows)), names, fontsize=8)
-    panel.invert_yaxis()
+    panel.set_yticks(range(len(rows)), ["\n".join(break_name(name)) for name in names], fontsize=7.5)
+    panel.set_ylim(len(rows) - 0.5, -0.7)
     panel.set_xlabel(f"time to {document['target']} (s)" if by_time else f"last {document['metric']}", fontsize=9)
-    known = [mean for mean in means if mean]
-    if known and not by_time:  # differences matter, not the distance from zero
-        room = max(known) - min(known) or min(known)
-        panel.set_xlim(min(known) - room, max(known) + room)
-    elif known:
-        panel.set_xlim(0, 1.2 * max(known))
+    panel.margins(x=0.1)
+    if by_time:
+        panel.set_xlim(left=0)
+    panel.grid(axis="y", color="#e6e6e6")
     _plain(panel)
 
 

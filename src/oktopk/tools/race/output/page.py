@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oktopk.tools.report.html import tables as html
-from oktopk.tools.report.html.colours import series_style
+from oktopk.tools.report.html.colours import GREY, series_style
 from oktopk.tools.report.html.drawing import DIGITS, Chart, Trace, figure, label, line
 from oktopk.tools.report.html.page import Contents, Draft, render_page
 
 from ..summary import COMPOSED, link_rate
-from .tables import cells_of, format_rate, head, link_name, notes
+from .tables import break_name, cells_of, format_rate, head, link_name, notes
 
 Document = Mapping[str, Any]
 Trials = Sequence[Mapping[str, Any]]
+_LONGEST = 100
+"""Letters of a name: contenders may differ in their last setting only."""
 
 
 def build_page(document: Document) -> str:
@@ -30,8 +32,8 @@ def build_page(document: Document) -> str:
     rows = [cells_of(row, document) for row in document["rows"]]
     body = "".join([
         f'<h1>oktopk race</h1><p class="soft">{html.safe(about)}</p>',
-        draft.text("table", html.table(head(document), rows)),
-        draft.text("notes", "".join(f"<p>{html.safe(note)}</p>" for note in notes(document)), "notes soft"),
+        draft.text("table", html.table(head(document), rows, long=0)),
+        draft.text("notes", "".join(f"<p>{html.safe(note)}</p>" for note in notes(document)), "soft"),
         *(_of_link(draft, place, link, document) for place, link in enumerate(links_of(document))),
         _over_links(draft, document),
     ])  # fmt: skip
@@ -62,8 +64,7 @@ def _of_link(draft: Draft, place: int, link: str, document: Document) -> str:
         _curves(document, chosen, name, f"{label(metric).capitalize()} {title}", column, x, unit)
         for name, title, column, x, unit in axes
     ]
-    bars = _bars(document, link)
-    found = [chart for chart in (*charts, bars) if chart is not None]
+    found = [chart for chart in (*charts, _outcome(document, link)) if chart is not None]
     return f"<h2>{html.safe(link_name(link))}</h2>{draft.grid(f'link{place}', found)}"
 
 
@@ -78,7 +79,7 @@ def _curves(
         if not any(y is not None for _, y in points):
             continue
         colour, dash = series_style(order.index(trial["contender"]))
-        shown = label(trial["contender"])
+        shown = label(trial["contender"], _LONGEST)
         traces.append(
             line(
                 shown, [point[0] for point in points], [point[1] for point in points], colour, line={"dash": dash},
@@ -107,37 +108,36 @@ def _target_line(document: Document) -> dict[str, Any]:
     if target is None:
         return {}
     at = {"yref": "y", "y0": target["value"], "y1": target["value"], "xref": "paper", "x0": 0, "x1": 1}
-    return {"shapes": [{"type": "line", **at, "line": {"color": "#808080", "width": 1, "dash": "dash"}}]}
+    return {"shapes": [{"type": "line", **at, "line": {"color": GREY, "width": 1, "dash": "dash"}}]}
 
 
-def _bars(document: Document, link: str) -> Chart | None:
+def _outcome(document: Document, link: str) -> Chart | None:
     """Time to target with its spread, or the last metric of cells of the same length."""
     by_time = document["target"] is not None
-    key, digits = ("seconds", ".1f") if by_time else ("final", ".4f")
+    key, digits = ("seconds", ".1f") if by_time else ("final", ".3f")
     rows = [row for row in document["rows"] if row["link"] == link and row[key] is not None]
     if not rows:
         return None
-    order = contenders_of(document)
-    shown = [label(row["contender"]) + (" (composed)" if row["how"] == COMPOSED else "") for row in rows]
-    spreads = [row[key]["std"] or 0.0 for row in rows]
+    order, spreads = contenders_of(document), [row[key]["std"] or 0.0 for row in rows]
+    names = [row["contender"] + (" (composed)" if row["how"] == COMPOSED else "") for row in rows]
+    shown = ["<br>".join(map(label, break_name(name))) for name in names]
+    colours = [series_style(order.index(row["contender"]))[0] for row in rows]
     trace: Trace = {
-        "type": "bar", "orientation": "h", "y": shown, "x": [row[key]["mean"] for row in rows],
-        "error_x": {"type": "data", "array": spreads, "visible": any(spreads)}, "name": key,
-        "marker": {"color": [series_style(order.index(row["contender"]))[0] for row in rows]},
-        "text": [f"{row[key]['mean']:{digits}}" for row in rows], "textposition": "inside",
-        "insidetextanchor": "start", "hovertemplate": "%{x:.4~f}<extra></extra>",
+        "type": "scatter", "mode": "markers+text", "name": key,
+        "x": [row[key]["mean"] for row in rows], "y": shown,
+        "error_x": {"type": "data", "array": spreads, "visible": any(spreads), "color": GREY},
+        "marker": {"color": colours, "size": 11}, "text": [f"{row[key]['mean']:{digits}}" for row in rows],
+        "textposition": "top center", "cliponaxis": False, "hovertemplate": "%{x:.4~f}<extra></extra>",
     }  # fmt: skip
     what = f"time to {document['target']} (s)" if by_time else f"last {document['metric']}"
     chart = figure([trace], what, "", hovermode="closest")
-    chart["layout"]["yaxis"] = {"autorange": "reversed", "automargin": True, "type": "category"}
-    low = min(row[key]["mean"] - (row[key]["std"] or 0) for row in rows)
-    high = max(row[key]["mean"] + (row[key]["std"] or 0) for row in rows)
-    if not by_time:  # differences matter, not the distance from zero
-        chart["layout"]["xaxis"]["range"] = [low - 0.5 * (high - low or low), high + 0.1 * (high - low or low)]
-    caption = "Mean over seeds; the line is a standard deviation. Contenders that did not reach it are left out."
-    title = "Time to target" if by_time else f"{str(document['metric']).capitalize()} after the same time"
-    if not by_time:
-        caption = "Mean over seeds; the line is a standard deviation. The axis does not begin at zero."
+    last = len(rows) - 1
+    chart["layout"]["yaxis"] = {"automargin": True, "type": "category", "range": [last + 0.5, -0.7]}
+    if by_time:
+        chart["layout"]["xaxis"]["rangemode"] = "tozero"
+    left_out = " Contenders that did not reach the target are left out." if by_time else ""
+    caption = f"Mean over seeds; the line is a standard deviation.{left_out}"
+    title = "Time to target" if by_time else f"{str(document['metric']).capitalize()} at the end"
     return Chart("outcome", title, caption, chart)
 
 
@@ -155,9 +155,10 @@ def _over_links(draft: Draft, document: Document) -> str:
         colour, dash = series_style(place)
         if points:
             marks: dict[str, Any] = {"mode": "lines+markers", "line": {"dash": dash}}
-            traces.append(line(label(name), list(points), list(points.values()), colour, "s", **marks))
+            traces.append(line(label(name, _LONGEST), list(points), list(points.values()), colour, "s", **marks))
     chart = figure(traces, "rate of the links (Mbit/s)", "time to target (s)", log=True, hovermode="closest")
-    chart["layout"]["xaxis"] |= {"type": "log"}
+    rates = sorted({link_rate(row["link"]) / 1e6 for row in rows})
+    chart["layout"]["xaxis"] |= {"type": "log", "tickvals": rates, "ticktext": [f"{rate:g}" for rate in rates]}
     found = [one for one in document["crossovers"] if one["measured"] or one["predicted"]]
     table = html.table(
         ["contender", "against", "B* measured", "B* predicted"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,20 @@ Document = Mapping[str, Any]
 
 def link_name(link: str) -> str:
     return "loopback" if link == LOOPBACK else link
+
+
+def break_name(name: str, longest: int = 24) -> list[str]:
+    """Break a long name at its settings.
+
+    >>> break_name("oktopk:density=0.05:values=fp16:warmup_steps=10")
+    ['oktopk:density=0.05:', 'values=fp16:', 'warmup_steps=10']
+    """
+    lines = [""]
+    for part in re.findall(r"[^:]+:?|:", name):
+        if lines[-1] and len(lines[-1]) + len(part) > longest:
+            lines.append("")
+        lines[-1] += part
+    return lines
 
 
 def format_rate(rate: float | None) -> str:
@@ -41,7 +56,7 @@ def format_spread(figure: Mapping[str, Any] | None, digits: str) -> str:
     return f"{figure['mean']:{digits}}{spread}"
 
 
-def outcome(row: Mapping[str, Any], document: Document) -> str:
+def outcome(row: Mapping[str, Any]) -> str:
     """Time to the target, or that it was not reached."""
     if row["seconds"] is not None:
         return f"{format_spread(row['seconds'], '.1f')} s"
@@ -54,34 +69,40 @@ def outcome(row: Mapping[str, Any], document: Document) -> str:
 
 def head(document: Document) -> list[str]:
     """The columns of the table."""
-    known = ["link", "contender", "run", "seeds", "ms/step", "dense", "compressed", "MB/step", "of dense"]
-    if document["seconds"] is not None:
-        return [*known, f"steps in {document['seconds']:g} s", f"last {document['metric']}"]
-    if document["target"] is None:
-        return [*known, "steps", f"last {document['metric']}"]
-    return [*known, "steps to target", f"time to {document['target']}", "ddp / it"]
+    if document["target"] is not None:
+        found = [f"time to {document['target']}", "ddp / it", "steps"]
+    else:
+        steps = "steps" if document["seconds"] is None else f"steps in {document['seconds']:g} s"
+        found = [f"last {document['metric']}", steps]
+    return [
+        "contender",
+        "link",
+        *found,
+        *("ms/step", "dense", "compressed", "MB/step", "of dense", "seeds", "run"),
+    ]
 
 
 def cells_of(row: Mapping[str, Any], document: Document) -> list[object]:
     """One row of the table."""
     phases = row["phase_seconds"]
     compressed = [value for name, value in phases.items() if name not in (DENSE, "ramp")]
-    known = [
-        link_name(row["link"]),
+    steps, ratio = format_spread(row["steps"], ".0f"), row["ddp_over_it"]
+    if document["target"] is None:
+        found = [format_spread(row["final"], ".4f"), steps]
+    else:
+        found = [outcome(row), "–" if ratio is None else f"{ratio:.2f}", steps]
+    return [
         row["contender"],
-        row["how"],
-        row["seeds"],
+        link_name(row["link"]),
+        *found,
         _milliseconds(row["step_seconds"]),
         _milliseconds(phases.get(DENSE)),
         _milliseconds(compressed[0] if compressed else None),
         None if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.3g}",
         None if row["of_dense"] is None else f"{100 * row['of_dense']:.3g} %",
+        row["seeds"],
+        row["how"],
     ]
-    steps = format_spread(row["steps"], ".0f")
-    if document["target"] is None:
-        return [*known, steps, format_spread(row["final"], ".4f")]
-    ratio = row["ddp_over_it"]
-    return [*known, steps, outcome(row, document), None if ratio is None else f"{ratio:.2f}"]
 
 
 def _milliseconds(seconds: float | None) -> str | None:
