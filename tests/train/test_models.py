@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,9 +15,15 @@ from torch.nn import functional as F
 
 from oktopk.train.models.bert import bert_base, bert_tiny
 from oktopk.train.models.cifar import Block, ResNet, resnet20, resnet56, resnet110, vgg16
+from oktopk.train.models.gpt import GPT, GPT2, GPT_SMALL, GPTModel, Size
 from oktopk.train.models.imagenet import alexnet, resnet50
 from oktopk.train.models.lstman4 import Lookahead, SpeechLSTM, Widths, lstman4, lstman4_small
 from oktopk.train.models.ptb import lstm, lstm_small
+
+
+def _gpt(size: Size, tokens: int, vocabulary: int | None = None) -> GPTModel:
+    return GPTModel(size, vocabulary or tokens)
+
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "lstman4": lstman4,
@@ -31,6 +38,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "alexnet": alexnet,
     "bert-base": bert_base,
     "bert-tiny": bert_tiny,
+    "gpt": partial(_gpt, GPT, 65),
+    "gpt-small": partial(_gpt, GPT_SMALL, 65),
+    "gpt2": partial(_gpt, GPT2, 50_257),
 }
 PARAMETERS = {
     "lstman4": 27_569_568,
@@ -45,6 +55,9 @@ PARAMETERS = {
     "alexnet": 61_100_840,
     "bert-base": 110_106_428,
     "bert-tiny": 4_433_468,
+    "gpt": 4_788_480,
+    "gpt-small": 3_200_768,
+    "gpt2": 124_439_808,
 }
 IMAGE_SIZES = {"resnet50": 64, "alexnet": 64}  # the rest: 32
 
@@ -60,6 +73,10 @@ def tiny_loss(model: nn.Module, name: str, device: str = "cpu") -> tuple[Tensor,
         text = words.t().contiguous()
         out = model(input_ids=text, labels=text, next_sentence_label=text[:, 0] % 2)
         return out.loss, [tuple(out.prediction_logits.shape), tuple(out.seq_relationship_logits.shape)]
+    if name.startswith("gpt"):
+        text = words.t().contiguous()
+        logits = model(text)
+        return F.cross_entropy(logits.flatten(0, 1), text.flatten()), [tuple(logits.shape)]
     if name.startswith("lstm"):
         logits, state = model(words)
         return F.cross_entropy(logits.flatten(0, 1), words.flatten()), [tuple(logits.shape), tuple(state[0].shape)]
@@ -75,8 +92,11 @@ SHAPES = {
     "lstm-small": [(6, 2, 29), (2, 2, 200)],
     "bert-base": [(2, 6, 29), (2, 2)],
     "bert-tiny": [(2, 6, 29), (2, 2)],
+    "gpt": [(2, 6, 29)],
+    "gpt-small": [(2, 6, 29)],
+    "gpt2": [(2, 6, 29)],
 }
-LARGE = {"lstm", "bert-base"}  # the code of lstm-small and bert-tiny, only wider: tested there
+LARGE = {"lstm", "bert-base", "gpt2"}  # the code of lstm-small, bert-tiny and gpt, only wider: tested there
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -327,3 +347,17 @@ def test_bert_without_transformers_says_what_to_install(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install transformers"):
         factory()
+
+
+# --- gpt ---
+
+
+def test_a_token_of_gpt_does_not_see_those_after_it() -> None:
+    torch.manual_seed(0)
+    model, tokens = GPTModel(GPT_SMALL, 29).eval(), torch.randint(29, (1, 12))
+    other = tokens.clone()
+    other[0, 7] = (other[0, 7] + 1) % 29
+    with torch.no_grad():
+        before, after = model(tokens), model(other)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])

@@ -16,6 +16,7 @@ COMMANDS = {
     "sweep": "train with several algorithms, densities and seeds, and compare them",
     "report": "show one run or compare several: as a page, as JSON, or live",
     "bench": "time all algorithms beside DDP and PyTorch's communication hooks",
+    "race": "train several contenders over emulated links to the same quality, and compare wall time",
     "simulate": "predict how an all-reduce scales to P ranks, from recorded messages and a network model",
     "doctor": "check machines and links: can they train, and is sparse faster than dense here?",
     "data": "import, check and repair training data",

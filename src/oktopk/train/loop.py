@@ -155,7 +155,7 @@ class Trainer:
     def _lr_at(self, epoch: int, in_epoch: int) -> float:
         per_epoch = self.plan.steps_per_epoch
         position = StepPosition(epoch, epoch * per_epoch + in_epoch, per_epoch, self.plan.steps, self.plan.world)
-        return self.config.workload.schedule(self.config.lr, position)
+        return self.config.schedule(self.config.lr, position)
 
     def _update(self, metrics: StepMetrics, event: StepEvent) -> None:
         metrics.phase, metrics.skipped = event.phase, event.skipped
@@ -273,8 +273,10 @@ class Trainer:
             log.info("%s: %d steps left", where, 0 if self.finished else self.remaining)
 
     def _restore(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        options = [_own_options(group) for group in self.optimizer.param_groups]
         restore_state(self.task, self.optimizer, shared, own)
-        self._apply_options()
+        for group, given in zip(self.optimizer.param_groups, options, strict=True):
+            group |= given  # this run's, not the saved ones; every step sets the learning rate
         self.done = self._rescale(Progress(**shared["progress"]), shared["batch"])
         self.validations = list(shared["validations"])
         self.in_run = PhaseMetrics(shared["run"])
@@ -282,12 +284,6 @@ class Trainer:
             self.in_epoch = PhaseMetrics(own["epoch"])
             for entries, saved in zip(self._step_lists, own["lists"], strict=True):
                 entries[:] = saved
-
-    def _apply_options(self) -> None:
-        """Use this run's momentum and weight decay, not the saved ones; every step sets the learning rate."""
-        options = {"momentum": self.config.momentum_after, "weight_decay": self.config.weight_decay}
-        for group in self.optimizer.param_groups:
-            group |= {name: value for name, value in options.items() if name in group}
 
     @property
     def _step_lists(self) -> tuple[list[float], ...]:
@@ -315,3 +311,8 @@ class Trainer:
 def poison_if_nonfinite(loss: Tensor) -> Tensor:
     """A non-finite loss can have finite gradients: make them NaN too, so that all ranks skip the step."""
     return loss if bool(torch.isfinite(loss)) else loss * math.nan
+
+
+def _own_options(group: dict[str, Any]) -> dict[str, Any]:
+    """What the command line sets for a group of parameters."""
+    return {name: group[name] for name in ("momentum", "weight_decay") if name in group}

@@ -17,9 +17,9 @@ from oktopk import DistributedOptimizer
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import Communicator, agree, gather_json
 
+from .building import build_optimizer, build_task
 from .checkpoint.snapshot import CheckpointError, ModelIdentity
 from .checkpoint.storage import Checkpoints
-from .checkpoint.weights import load_weights
 from .collective_errors import mark_collective
 from .config.options import ConfigError, TrainConfig
 from .config.origins import COMMAND_LINE, ENVIRONMENT, ResolvedConfig, to_toml
@@ -30,7 +30,7 @@ from .launch import RankInfo, connect
 from .loop import Trainer
 from .run_folder import RunFolder, check_folder, new_name
 from .stop import Stop
-from .tasks import DataSource, Shard, Task
+from .tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def train_rank(
     """Train on one of the ranks that `comm` connects."""
     with _agree_on_errors(comm, resolved):
         folder = _choose_folder(comm, resolved.config, resume)
-        task = _build_task(resolved.config, info)
+        task = build_task(resolved.config, info.rank, info.world, info.local_rank)
     plan = _make_plan(resolved.config, task, info)
     with _open_folder(comm, folder, resolved, resume) as run_folder:
         if comm.rank == 0:
@@ -135,21 +135,6 @@ def _choose_folder(comm: Communicator, config: TrainConfig, resume: bool) -> Pat
     return Path(chosen["path"])
 
 
-def _build_task(config: TrainConfig, info: RankInfo) -> Task[Any]:
-    assert config.batch_size is not None
-    source = DataSource(config.data_dir, config.min_seconds, config.augment)
-    share = Shard(info.rank, info.world, config.batch_size, config.nsteps_update, config.seed)
-    torch.manual_seed(config.seed)
-    task = config.workload.build(source, share)
-    if config.pretrain is not None:
-        load_weights(task.model, config.pretrain)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
-        task.model.cuda()
-    torch.manual_seed(config.seed * 1_000_003 + info.rank)  # from here on ranks draw different numbers
-    return task
-
-
 def _make_plan(config: TrainConfig, task: Task[Any], info: RankInfo) -> Plan:
     assert config.max_epochs is not None
     return Plan(
@@ -181,12 +166,8 @@ def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resum
 
 
 def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
-    momentum = {} if config.workload.momentum is None else {"momentum": config.momentum_after}
-    inner = config.workload.optimizer(
-        model.parameters(), lr=config.lr, weight_decay=config.weight_decay, **momentum
-    )
     return DistributedOptimizer(
-        inner,
+        build_optimizer(config, model),
         model=model,
         algorithm=_make_algorithm(config),
         density=config.density,
@@ -225,7 +206,7 @@ def _warn_unused_options(resolved: ResolvedConfig) -> None:
         unused["compressor"] = "--compression is False"
     if workload.dataset != "an4":
         unused |= dict.fromkeys(("min_seconds", "pseudo_accuracy"), f"{workload.dataset} is not speech")
-    if workload.dataset in ("ptb", "text"):
+    if workload.dataset in ("ptb", "text", "tokens"):
         unused["augment"] = "text is not augmented"
     if workload.momentum is None:
         own = f"the optimizer of {workload.dnn} has its own"

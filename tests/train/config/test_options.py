@@ -156,6 +156,13 @@ def test_item_16_schedules(dnn: str, lr: float, epoch: int, expected: float) -> 
     assert rate(dnn, lr, epoch) == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_schedule_may_replace_that_of_the_network() -> None:
+    own, cosine = resolve({}, {}, "resnet20").config, resolve({}, {}, "resnet20_short").config
+    last = StepPosition(epoch=11, step=119, steps_per_epoch=10, total_steps=120, world=4)
+    assert own.schedule(0.1, last) == pytest.approx(0.1)
+    assert cosine.schedule(0.1, last) < 0.001
+
+
 # config.toml
 
 

@@ -17,9 +17,11 @@ from torch.nn import functional as F
 from oktopk.train.data.problems import DataError
 from oktopk.train.data.text.ptb import STRETCH, read_text
 from oktopk.train.models.bert import bert_tiny
+from oktopk.train.models.gpt import Size as GPTSize
 from oktopk.train.models.ptb import Size, WordLSTM
 from oktopk.train.tasks import WORKLOADS, DataSource, Shard, StepPosition, Tally, Task
 from oktopk.train.tasks.bert import BertTask
+from oktopk.train.tasks.gpt import GPTTask
 from oktopk.train.tasks.lstm import LanguageModelTask
 
 NARROW = Size(units=8, dropout=0.0, start=0.5)
@@ -317,3 +319,51 @@ def test_too_little_text_is_said_at_once(tmp_path: Path) -> None:
         words(DataSource(tmp_path))
     with pytest.raises(DataError, match="2 samples do not fill one step"):
         masked(DataSource(tmp_path), batch=8)
+
+
+# --- gpt ---
+
+
+def windows(source: DataSource, **share: int) -> GPTTask:
+    torch.manual_seed(1)
+    size = GPTSize(layers=1, width=16, heads=2, context=8, dropout=0.0)
+    return GPTTask(size, source, Shard(**{"batch": 4, **share}))
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> DataSource:
+    folder = tmp_path_factory.mktemp("letters")
+    (folder / "input.txt").write_text("the quick brown fox jumps over a lazy dog. " * 60, encoding="utf-8")
+    return DataSource(folder)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gpt_validation_over_ranks_is_that_of_one(letters: DataSource, world: int) -> None:
+    alone = windows(letters)
+    ranks = [windows(letters, world=world, rank=rank) for rank in range(world)]
+    sums = [validated(task).sums for task in ranks]
+    together = {name: sum(part[name] for part in sums) for name in sums[0]}
+    assert alone.metrics(together)["val loss"] == pytest.approx(alone.metrics(validated(alone).sums)["val loss"])
+
+
+def test_gpt_learns_and_ranks_see_different_windows(letters: DataSource) -> None:
+    task = windows(letters)
+    found = losses(task, (batch for epoch in range(3) for batch in task.batches(epoch)))
+    assert found[-1] < 0.7 * found[0]
+    first, second = (next(windows(letters, world=2, rank=rank).batches(0))[0] for rank in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_gpt_decays_matrices_only(letters: DataSource) -> None:
+    task = windows(letters)
+    optimizer = WORKLOADS["gpt"].optimizer(task.model.parameters(), lr=0.1, weight_decay=0.3)
+    for group in optimizer.param_groups:
+        assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert held == len(list(task.model.parameters()))
+
+
+def test_gpt_with_too_little_text_says_so(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("ab" * 40, encoding="utf-8")
+    with pytest.raises(DataError, match="too few to validate"):
+        windows(DataSource(tmp_path))

@@ -30,6 +30,9 @@ WORLD = {
     "alexnet": 1,
     "bert-base": 1,
     "bert-tiny": 2,
+    "gpt": 1,
+    "gpt-small": 2,
+    "gpt2": None,  # as bert-base, and larger: tests/train/test_models.py counts its parameters
 }
 """Ranks for each workload: several for the small ones."""
 BATCH = {"lstm": 10, "bert-base": 1}
@@ -37,7 +40,7 @@ BATCH = {"lstm": 10, "bert-base": 1}
 STEPS = {"lstm": (2, 4), "bert-base": (2, 4), "alexnet": (2, 4)}
 STEPS |= dict.fromkeys(("vgg16", "resnet110", "resnet50"), (3, 7))
 """Dense and sparse ones, where a step takes seconds; 5 and 15 elsewhere."""
-LR = {"bert-base": 1e-4, "bert-tiny": 1e-4}
+LR = {"bert-base": 1e-4, "bert-tiny": 1e-4, "gpt": 1e-3, "gpt-small": 1e-3}
 
 
 def test_every_workload_is_here() -> None:

@@ -3,7 +3,7 @@
 The table shows step time, CPU time, bytes sent, and how much of the exchange overlaps with backward.
 
     oktopk bench --ranks 2                                         processes on this machine, no rate limit
-    oktopk bench --ranks 4 --link none,1gbit,100mbit               hosts in network namespaces (needs root)
+    oktopk bench --ranks 4 --link none,1gbit,100mbit               hosts in network namespaces
     oktopk bench --link 1gbit --model transformer --bucket-mb 1    a real backward pass
     oktopk bench --contenders ddp,powersgd,oktopk --figure bench.png
     oktopk bench --contenders ddp,oktopk,oktopk:fp16,oktopk:auto   variants of one algorithm
@@ -32,7 +32,7 @@ from oktopk.tools.bench.plot import draw
 from oktopk.tools.bench.records import Record
 from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
-from oktopk.tools.lab import lab_problem, parse_rate
+from oktopk.tools.lab import enter_user_namespace, lab_problem, parse_rate
 from oktopk.tools.plotting import figure_problem
 from oktopk.utils.signals import interrupted_code
 from oktopk.wire.message import VALUE_CODES
@@ -40,7 +40,7 @@ from oktopk.wire.message import VALUE_CODES
 from ..errors import print_error
 from ..parsing import parse_count, split_list
 
-NO_LINK = "loopback: no rate limit, and no interface that counts bytes; --link 1gbit limits the links (needs root)"
+NO_LINK = "loopback: no rate limit, and no interface that counts bytes; --link 1gbit limits the links"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         metavar="RATE,…",
-        help="run in network namespaces with links of these rates, like none,1gbit,100mbit (needs root)",
+        help="run in network namespaces with links of these rates, like none,1gbit,100mbit (needs root or "
+        "user namespaces)",
     )
     parser.add_argument(
         "--model",
@@ -139,6 +140,8 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
     )
     if options.figure is not None and (problem := figure_problem(options.figure)):
         raise BenchError(problem)
+    if links:
+        enter_user_namespace()
     if links and (problem := lab_problem()):
         print(f"oktopk bench: no rate limit of {', '.join(links)}: {problem}", file=sys.stderr)
         links = []

@@ -24,7 +24,7 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools import simulate as tool
 from oktopk.tools.cores import available_cores
-from oktopk.tools.lab import lab_problem, parse_rate
+from oktopk.tools.lab import enter_user_namespace, lab_problem, parse_rate
 from oktopk.tools.plotting import figure_problem
 from oktopk.utils.signals import interrupted_code, raise_on_signal
 
@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--calibrate", nargs="?", const=_LOOPBACK, metavar="RATE",
-        help="measure the link instead of --net: between network namespaces at this rate, like 1gbit (needs "
-        "root); without a rate or without root, on loopback",
+        help="measure the link instead of --net: between network namespaces at this rate, like 1gbit; without "
+        "a rate, or where namespaces are not allowed, on loopback",
     )  # fmt: skip
     parser.add_argument(
         "--algorithms", default=every, metavar="A,B,…", help=f"algorithms to simulate (default: {every})"
@@ -76,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     except tool.SimulationError as error:
         print_error("simulate", error)
         return 2
+    if options.calibrate not in (None, _LOOPBACK):
+        enter_user_namespace()
     try:
         with raise_on_signal(signal.SIGTERM):
             report = _simulate(options, question, ranks_per_core)

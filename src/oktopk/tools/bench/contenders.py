@@ -5,22 +5,19 @@ from typing import Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from oktopk.frontends.ddp import OkTopkState
 from oktopk.metrics.sinks import MemorySink
+from oktopk.tools.hooks import HOOKS, ONE_BUCKET, POWERSGD, register_power_sgd
 
 from .limits import LinkLimit, MemoryLimit
-from .names import AUTO_DENSE, BACKWARD, BF16, DDP, FP16, MEMORY, POWERSGD, link_limit_target, parse_contender
+from .names import AUTO_DENSE, BACKWARD, MEMORY, link_limit_target, parse_contender
 from .plan import Plan
 from .steps import ReducerReport, TimedStep, time_step
 from .workloads import Workload
 
-_ONE_BUCKET = 1e6
-"""Bucket size in MB that exceeds any model."""
 _POWERSGD_START = 2
 """The smallest value that torch allows; earlier steps are dense."""
 
@@ -40,7 +37,7 @@ class DdpContender:
         self.workload, self.in_lab = workload, plan.in_lab
         self.model = DistributedDataParallel(
             workload.replica(),
-            bucket_cap_mb=_ONE_BUCKET if name == POWERSGD else plan.bucket_mb,
+            bucket_cap_mb=ONE_BUCKET if name == POWERSGD else plan.bucket_mb,
             gradient_as_bucket_view=True,
         )
         self.memory = MemorySink(limit=1)
@@ -88,21 +85,8 @@ def _no_exchange(state: None, bucket: GradBucket) -> Future[Tensor]:
     return future
 
 
-def _bf16(state: None, bucket: GradBucket) -> Future[Tensor]:
-    """torch's hook under another name: DDP accepts the original with NCCL only, although gloo can sum bf16."""
-    future: Future[Tensor] = bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
-    return future
-
-
-def _power_sgd(model: DistributedDataParallel) -> None:
-    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=_POWERSGD_START)
-    model.register_comm_hook(state, powerSGD_hook)
-
-
-_CONNECT: dict[str, Callable[[DistributedDataParallel], None]] = {
+_CONNECT: dict[str, Callable[[DistributedDataParallel], object]] = {
     BACKWARD: lambda model: model.register_comm_hook(None, _no_exchange),
-    DDP: lambda model: None,
-    FP16: lambda model: model.register_comm_hook(None, fp16_compress_hook),
-    BF16: lambda model: model.register_comm_hook(None, _bf16),
-    POWERSGD: _power_sgd,
+    POWERSGD: lambda model: register_power_sgd(model, rank=1, start=_POWERSGD_START),
+    **HOOKS,
 }

@@ -9,10 +9,10 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.engine.autotune import TRIAL
 from oktopk.engine.settings import Settings
 from oktopk.errors import OkTopkError
+from oktopk.tools.hooks import BF16, DDP, FP16, POWERSGD
 from oktopk.wire.message import VALUE_CODES
 
-BACKWARD, DDP, FP16, BF16, POWERSGD = "backward", "ddp", "ddp-fp16", "ddp-bf16", "powersgd"
-MEMORY, LINK = "limit-memory", "limit-link"
+BACKWARD, MEMORY, LINK = "backward", "limit-memory", "limit-link"
 REFERENCES = (BACKWARD, DDP, MEMORY)
 """References for all others: backward alone, plain DDP, and one pass over memory."""
 CONTENDERS = {

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from oktopk.tools.hooks import BF16, FP16, POWERSGD
 from oktopk.wire.message import VALUE_CODES
 
 from .names import (
-    BF16,
-    FP16,
     MEMORY,
-    POWERSGD,
     REFERENCES,
     BenchError,
     check_name,

@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .names import BACKWARD, DDP, LINK, MEMORY, link_limit_target, parse_contender
+from oktopk.tools.hooks import DDP
+
+from .names import BACKWARD, LINK, MEMORY, link_limit_target, parse_contender
 from .plan import Plan
 from .steps import TimedStep
 

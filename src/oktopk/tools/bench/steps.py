@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
 from oktopk.metrics.events import StepEvent
-
-_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+from oktopk.tools.lab.hosts import interface_sent_bytes
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,11 @@ def time_step(
 ) -> TimedStep:
     """Time run(). The ranks start and leave together; report(start) returns what the reducer says."""
     barrier()
-    before = _sent(in_lab)
+    before = interface_sent_bytes(in_lab)
     start, cpu = time.perf_counter(), time.process_time()
     run()
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     barrier()  # now everything sent has arrived and is counted
-    after = _sent(in_lab)
+    after = interface_sent_bytes(in_lab)
     moved = None if before is None or after is None else after - before
     return TimedStep(seconds, cpu, moved, report(start))
-
-
-def _sent(in_lab: bool) -> int | None:
-    return int(_SENT.read_text()) if in_lab else None

@@ -7,6 +7,8 @@
       tbf  | p0         tbf  | p1         tbf  | p2     limits what it receives
     ------------------------------------------------    a bridge, in a namespace of its own
 
+Without root, the commands that build a lab run themselves again in a user namespace, where the kernel allows it.
+
 No interface is attached to the machine's own namespace, so no packet enters or leaves the lab. A namespace is
 named after the process that owns it; the next lab removes what a killed owner left behind.
 """
@@ -14,6 +16,7 @@ named after the process that owns it; the next lab removes what a killed owner l
 from .hosts import Counters, Lab, lab_problem, parse_rate
 from .job import Job, JobFailed, JobTimeout, RankResult
 from .namespaces import LabError
+from .user_namespace import enter_user_namespace
 
 __all__ = [
     "Counters",
@@ -23,6 +26,7 @@ __all__ = [
     "Lab",
     "LabError",
     "RankResult",
+    "enter_user_namespace",
     "lab_problem",
     "parse_rate",
 ]

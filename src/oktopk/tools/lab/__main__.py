@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 from .hosts import Lab
 from .namespaces import LabError
+from .user_namespace import enter_user_namespace
 
 
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m oktopk.tools.lab",
         description="Run a command on a small cluster made of network namespaces on this machine, and remove it "
-        "afterwards. Needs root. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for torch.distributed. "
+        "afterwards. Needs root or user namespaces. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for "
+        "torch.distributed. "
         "Shows the output of rank 0; that of other ranks only if they fail.",
         epilog="example: python -m oktopk.tools.lab --hosts 4 --rate 1gbit -- python job.py",
     )
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, or 1 if a rank fails or the lab cannot be built."""
     parser = _arguments()
     options = parser.parse_args(argv)
+    enter_user_namespace()
     try:
         with Lab(options.hosts, options.rate, options.ranks_per_host) as lab:
             lab.run(options.command, timeout=options.timeout, grace=options.grace, stream=True)

@@ -9,12 +9,14 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from oktopk.utils.secret import SECRET, new_secret
 
 from .cleanup import hold_signals, live_labs, watch_signals
 from .job import Job, RankResult
 from .namespaces import LabError, call, find_tool, list_namespaces, remove, remove_orphans, start_time
+from .user_namespace import user_namespace_problem
 
 INTERFACE, PORT = "eth0", 29500
 MAX_HOSTS = 254
@@ -34,6 +36,11 @@ class Counters:
     received_packets: int
 
 
+def interface_sent_bytes(in_lab: bool) -> int | None:
+    """Bytes that the interface of this host has sent, as the kernel counts them; None outside of a lab."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text()) if in_lab else None
+
+
 def parse_rate(rate: str) -> int:
     """Bits per second.
 
@@ -51,7 +58,9 @@ def _missing_requirement() -> str | None:
     if sys.platform != "linux":
         return f"network namespaces need Linux, but this is {sys.platform}"
     if os.geteuid():
-        return "network namespaces need root: run as root, or with sudo"
+        return user_namespace_problem() or (
+            "network namespaces need root: run as root, or call enter_user_namespace() at the start of the program"
+        )
     for name in ("ip", "tc"):
         if not find_tool(name):
             return f"command `{name}` not found: install the package iproute2"

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from oktopk import DistributedOptimizer
 
 from ..tasks import Task
 from .snapshot import CheckpointError
 
 
-def capture_state(task: Task[Any], optimizer: DistributedOptimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+class Stateful(Protocol):
+    """An optimizer with its reducer, such as DistributedOptimizer; "oktopk" of its state is this rank's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def capture_state(task: Task[Any], optimizer: Stateful) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state that all ranks share, and this rank's own."""
     state = optimizer.state_dict()
     oktopk = state.pop("oktopk")
@@ -30,9 +36,7 @@ def capture_state(task: Task[Any], optimizer: DistributedOptimizer) -> tuple[dic
 
 
 @torch.no_grad()
-def restore_state(
-    task: Task[Any], optimizer: DistributedOptimizer, shared: Mapping[str, Any], own: Mapping[str, Any]
-) -> None:
+def restore_state(task: Task[Any], optimizer: Stateful, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Restore a saved state; after a change of the number of ranks, random and task state are not restored."""
     for name, parameter in task.model.named_parameters():
         _copy(shared["parameters"][name], parameter, name)

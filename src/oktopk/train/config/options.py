@@ -14,6 +14,7 @@ from oktopk.errors import OkTopkError
 from oktopk.wire.message import VALUE_CODES
 
 from ..tasks import WORKLOADS, Workload
+from ..tasks.schedules import SCHEDULES, Schedule
 
 ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -114,6 +115,12 @@ class TrainConfig:
     batch_size: int | None = option(None, integer(1), OPTIMIZER, "samples per rank in one forward pass")
     nsteps_update: int = option(1, integer(1), OPTIMIZER, "backward passes accumulated into one step")
     lr: float = option(0.01, number(above=0), OPTIMIZER, "initial learning rate")
+    lr_schedule: str | None = option(
+        None,
+        one_of(SCHEDULES),
+        OPTIMIZER,
+        f"learning rate schedule: {', '.join(SCHEDULES)} (default: the network's own)",
+    )
     momentum: float | None = option(None, number(least=0, up_to=1), OPTIMIZER, "SGD momentum")
     weight_decay: float | None = option(None, number(least=0), OPTIMIZER, "weight decay")
     clip: float | None = option(None, number(above=0), OPTIMIZER, "clip the averaged gradient to this norm")
@@ -182,6 +189,11 @@ class TrainConfig:
     @property
     def workload(self) -> Workload:
         return WORKLOADS[self.dnn]
+
+    @property
+    def schedule(self) -> Schedule:
+        """Computes the learning rate of a step from --lr."""
+        return self.workload.schedule if self.lr_schedule is None else SCHEDULES[self.lr_schedule]
 
     @property
     def momentum_after(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from .base import StepPosition
@@ -53,3 +54,39 @@ def linear_decay(warmup_share: float) -> Schedule:
         return lr * max(position.total_steps - position.step, 0) / (position.total_steps - warmup)
 
     return schedule
+
+
+def cosine_decay(warmup_share: float, final_share: float) -> Schedule:
+    """Rise linearly over the first share of all steps, then fall along half a cosine to a share of the maximum.
+
+    >>> position = StepPosition(epoch=0, step=60, steps_per_epoch=110, total_steps=110, world=1)
+    >>> round(cosine_decay(1 / 11, 0.1)(1.0, position), 6)
+    0.55
+    """
+
+    def schedule(lr: float, position: StepPosition) -> float:
+        warmup = round(warmup_share * position.total_steps)
+        if position.step < warmup:
+            return lr * (position.step + 1) / warmup
+        done = (position.step - warmup) / max(1, position.total_steps - warmup)
+        return lr * (final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+    return schedule
+
+
+def constant_after_warmup(warmup_steps: int) -> Schedule:
+    """Rise linearly over `warmup_steps`, if there are any, then stay.
+
+    >>> position = StepPosition(epoch=0, step=24, steps_per_epoch=100, total_steps=100, world=1)
+    >>> constant_after_warmup(50)(1.0, position)
+    0.5
+    """
+    return lambda lr, position: lr * min(1.0, (position.step + 1) / max(1, warmup_steps))
+
+
+SCHEDULES = {
+    "constant": constant_after_warmup(0),
+    "linear": linear_decay(0.05),
+    "cosine": cosine_decay(0.05, 0.0),
+}
+"""What --lr-schedule offers instead of a network's own schedule."""

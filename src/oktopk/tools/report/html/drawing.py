@@ -26,13 +26,13 @@ class Chart:
     figure: dict[str, Any]
 
 
-def label(text: object) -> str:
+def label(text: object, longest: int = LONGEST_LABEL) -> str:
     """
     >>> label("<a href='x'>")
     "&lt;a href='x'&gt;"
     """
     short = str(text)
-    return html.escape(short if len(short) <= LONGEST_LABEL else short[: LONGEST_LABEL - 1] + "…", quote=False)
+    return html.escape(short if len(short) <= longest else short[: longest - 1] + "…", quote=False)
 
 
 def figure(data: Sequence[Trace], x: str, y: str, log: bool = False, **more: Any) -> dict[str, Any]:

@@ -41,7 +41,11 @@ class Contents:
 
 def build_page(document: Document, version: str | None = None, period: int = 0) -> str:
     """Build the page; with `version` and `period` (milliseconds) it is a live page that polls for updates."""
-    found = contents(document, live=version is not None)
+    return render_page(contents(document, live=version is not None), version, period)
+
+
+def render_page(found: Contents, version: str | None = None, period: int = 0) -> str:
+    """Write the contents as one HTML file, with plotly's script and the style of all pages."""
     script, plotly = _file("page.js"), _plotly()
     return Template(_file("page.html")).substitute(
         title=tables.safe(found.title),
@@ -56,7 +60,7 @@ def build_page(document: Document, version: str | None = None, period: int = 0) 
 
 def contents(document: Document, live: bool = False) -> Contents:
     runs = document["runs"]
-    draft = _Draft()
+    draft = Draft()
     title = f"oktopk report: {runs[0]['name']}" if len(runs) == 1 else f"oktopk report: {len(runs)} runs"
     heading = f"<h1>{tables.safe(title)}</h1>" + (
         '<p class="soft" id="live" aria-live="polite">Live</p>' if live else ""
@@ -71,7 +75,7 @@ def contents(document: Document, live: bool = False) -> Contents:
     return Contents(title, heading + body, draft.parts, draft.figures)
 
 
-class _Draft:
+class Draft:
     """Collects texts and charts, and returns the HTML that places them."""
 
     def __init__(self) -> None:
@@ -94,7 +98,7 @@ class _Draft:
         return f'<div class="grid">{"".join(places)}</div>' if places else ""
 
 
-def _run(draft: _Draft, prefix: str, run: Mapping[str, Any]) -> str:
+def _run(draft: Draft, prefix: str, run: Mapping[str, Any]) -> str:
     below = (tables.phase_table, tables.message_table, tables.skipped, tables.plan, tables.config)
     return "".join([
         draft.text(f"{prefix}-about", tables.about(run), "about"),
@@ -105,7 +109,7 @@ def _run(draft: _Draft, prefix: str, run: Mapping[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def _comparison(draft: _Draft, document: Document) -> str:
+def _comparison(draft: Draft, document: Document) -> str:
     table = draft.text("finals", tables.finals(document["finals"]))
     return f"<h2>Comparison</h2>{table}{draft.grid('all', make_comparison(document['runs']))}<h2>The runs</h2>"
 

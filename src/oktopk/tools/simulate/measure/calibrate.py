@@ -17,7 +17,7 @@ _MODULE = "oktopk.tools.simulate.measure.link_times"
 
 
 def calibrate_lab(rate: str | None, ranks: int = 2) -> Network:
-    """Measure between hosts in network namespaces with links of this rate; needs root."""
+    """Measure between hosts in network namespaces with links of this rate."""
     with Lab(ranks, rate) as lab:
         return calibrate_in(lab)
 

@@ -1,0 +1,153 @@
+"""The contenders by name: PyTorch's own, and ours with any settings.
+
+    ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
+
+A new front end is a new kind: an entry of KINDS here, and of `attach.ATTACH`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from typing import Any, cast
+
+from oktopk.algorithms import ALGORITHMS, Algorithm
+from oktopk.engine.settings import Options, Settings
+from oktopk.frontends.ddp import OkTopkState
+from oktopk.tools.hooks import BF16, DDP, FP16, HOOKS, POWERSGD
+from oktopk.wire.message import VALUE_CODES
+
+from .spec import RaceError
+
+ACCUMULATE, OURS = "accumulate", "ours"
+KINDS = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, *ALGORITHMS)
+"""What the name of a contender begins with."""
+_LR, _START, _BUCKETS, _PATTERNS = "lr", "start", "buckets", "dense"
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(OkTopkState).parameters.items()
+    if name in ("density", "warmup_steps", "norm_clip", "auto")
+}
+POWERSGD_START = 20
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A contender as its name describes it."""
+
+    name: str
+    kind: str
+    """A name of torch's hooks, `accumulate`, or OURS."""
+    rank: int = 1
+    """Rank of PowerSGD."""
+    passes: int = 1
+    """Batches per step: gradient accumulation."""
+    lr: float = 1.0
+    """Factor of the learning rate."""
+    warmup_steps: int = 0
+    """Dense steps before compression."""
+    algorithm: Algorithm | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of OkTopkState."""
+
+    @property
+    def settings(self) -> Settings | None:
+        """The settings of one of ours; None for torch's."""
+        if self.algorithm is None:
+            return None
+        given = {**_DEFAULTS, **self.options, "warmup_steps": self.warmup_steps}
+        main = {name: given.pop(name) for name in _DEFAULTS}
+        given.pop(_BUCKETS, None)
+        return Settings.from_options(self.algorithm, options=cast(Options, given), **main)
+
+    def with_warmup(self, most: int) -> Contender:
+        """The same with at most so many dense steps before compression, to time both phases in few steps."""
+        return replace(self, warmup_steps=min(self.warmup_steps, most))
+
+
+def parse_contender(text: str) -> Contender:
+    """Parse the name of a contender.
+
+    >>> parse_contender("accumulate:4:lr=2").passes
+    4
+    >>> parse_contender("oktopk:density=0.05:values=fp16").settings.values
+    'fp16'
+    """
+    head, *words = text.strip().split(":")
+    if head not in KINDS:
+        raise RaceError(f"unknown contender {head!r}: {_hint(head, KINDS)}")
+    counts = [word for word in words if "=" not in word]
+    given = dict(_setting(text, word, _known_keys(head)) for word in words if "=" in word)
+    lr = _positive(text, _LR, given.pop(_LR, 1.0))
+    if head in ALGORITHMS:
+        if counts:
+            more = f"; did you mean values={counts[0]}?" if counts[0] in VALUE_CODES else ""
+            raise RaceError(f"{text}: settings have the form key=value, got {counts[0]!r}{more}")
+        return _parse_ours(text, ALGORITHMS[head](), lr, given)
+    if len(counts) > (head in (POWERSGD, ACCUMULATE)):
+        raise RaceError(f"{text}: {counts[-1]!r} is not understood; settings have the form key=value")
+    if head in HOOKS:
+        return Contender(text, head, lr=lr)
+    if head == POWERSGD:
+        start = _whole(text, "start", given.pop(_START, POWERSGD_START), 2)
+        return Contender(
+            text, head, rank=_whole(text, "the rank", (counts or ["1"])[0], 1), lr=lr, warmup_steps=start
+        )
+    passes = _whole(text, "the number of batches per step", (counts or ["none"])[0], 2)
+    return Contender(text, head, passes=passes, lr=lr)
+
+
+def _parse_ours(text: str, algorithm: Algorithm, lr: float, given: dict[str, Any]) -> Contender:
+    own = {name: given.pop(name) for name in _constants(algorithm) if name in given}
+    if isinstance(given.get(_PATTERNS), str):
+        given[_PATTERNS] = given[_PATTERNS].split("+")
+    warmup = given.pop("warmup_steps", _DEFAULTS["warmup_steps"])
+    try:
+        algorithm = replace(algorithm, **own)
+        contender = Contender(text, OURS, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
+        assert contender.settings is not None
+    except (ValueError, TypeError) as error:
+        raise RaceError(f"{text}: {error}") from error
+    return contender
+
+
+def _constants(algorithm: Algorithm) -> list[str]:
+    """The fields of the algorithm itself, such as tau."""
+    return [item.name for item in fields(algorithm) if item.init] if is_dataclass(algorithm) else []
+
+
+def _known_keys(head: str) -> list[str]:
+    if head in ALGORITHMS:
+        settings = [item.name for item in fields(Settings) if item.name != "algorithm"]
+        return [_LR, *settings, _BUCKETS, *_constants(ALGORITHMS[head]())]
+    return [_LR, _START] if head == POWERSGD else [_LR]
+
+
+def _setting(text: str, word: str, known: list[str]) -> tuple[str, Any]:
+    key, _, value = word.partition("=")
+    if key not in known:
+        raise RaceError(f"{text}: unknown setting {key!r}: {_hint(key, known)}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return key, value
+
+
+def _hint(word: str, known: Sequence[str]) -> str:
+    close = get_close_matches(word, known, 1)
+    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+
+
+def _positive(text: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise RaceError(f"{text}: {name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def _whole(text: str, name: str, value: Any, least: int) -> int:
+    if not str(value).isdecimal() or int(value) < least:
+        raise RaceError(f"{text}: {name} must be a whole number from {least} on, got {value}")
+    return int(value)
