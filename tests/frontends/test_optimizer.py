@@ -299,3 +299,21 @@ def test_what_it_cannot_wrap_is_an_error() -> None:
         oktopk.DistributedOptimizer(inner, [("w", model[0].weight)])
     with pytest.raises(ValueError, match="two parameters have the same name"):
         oktopk.DistributedOptimizer(inner, [("w", p) for p in model.parameters()])
+
+
+def test_a_state_that_is_loaded_ends_the_step_before_it() -> None:
+    """What was averaged before belongs to another state: it is neither applied nor missed."""
+    weights = torch.nn.Parameter(torch.ones(4))
+    inner = torch.optim.SGD([weights], 1.0)
+    with oktopk.DistributedOptimizer(inner, density=1.0, warmup_steps=0, auto=False) as optimizer:
+        saved = optimizer.state_dict()
+        weights.grad = None
+        weights.sum().backward()
+        optimizer.synchronize()
+        assert not optimizer._applied
+        optimizer.load_state_dict(saved)
+        assert optimizer._applied  # else this rank alone asks the others what became of the step
+        optimizer.zero_grad()
+        (2 * weights).sum().backward()
+        optimizer.step()
+    assert torch.equal(weights.detach(), torch.full((4,), -1.0))

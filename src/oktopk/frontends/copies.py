@@ -18,7 +18,7 @@ class Copied:
     Attributes:
         settings: how to reduce.
         plan: the buckets, if they are not DDP's.
-        timeout: seconds that any wait for another rank may take.
+        timeout: seconds that a rank that is alive may keep others waiting.
         scaled: whether a GradScaler was at work.
         state: the state_dict().
     """

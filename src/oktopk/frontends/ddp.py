@@ -159,11 +159,12 @@ class OkTopkState(FrontEnd):
 
     def _reduce(self, delivered: GradBucket) -> Future[Tensor]:
         """Submit one of DDP's buckets; an error is raised here, in the middle of backward(), and on all ranks."""
+        engine = self._engine  # a copy connects here: if that fails, it is not tried again
         try:
-            with self._engine.uninterrupted():
+            with engine.uninterrupted():
                 return self._take(delivered)
         except Exception as error:
-            self._engine.give_up(error)
+            engine.give_up(error)
 
     def _take(self, delivered: GradBucket) -> Future[Tensor]:
         """Submit a bucket. With the last one of a backward pass, wait for all of them.
@@ -271,6 +272,7 @@ class OkTopkState(FrontEnd):
                 raise ValueError(problem)
         self._engine.load_state_dict(state_dict, sizes)
         self._resumed, self._layout = True, None
+        self._guard.reset()
 
     # Copies.
 

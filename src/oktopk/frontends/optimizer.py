@@ -285,6 +285,7 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         if apply is not None:
             apply()
             self._expect()
+        self._synchronized, self._applied = False, True  # what was averaged before belongs to another state
 
     def _link(self) -> None:
         """Groups and state are those of the inner optimizer, not copies."""

@@ -118,6 +118,10 @@ class OptimizerGuard:
         self.handles.append(handle)
         return handle
 
+    def reset(self) -> None:
+        """Forget a step of the past: all ranks have loaded a state."""
+        self.applied, self._unfinished = True, False
+
     def check(self) -> None:
         """Raise if the optimizer has begun a step and not ended it."""
         if self._unfinished:

@@ -27,7 +27,7 @@ from typing import Any
 from oktopk.metrics.events import MetricsSink
 from oktopk.metrics.sinks import JSONLSink, TensorBoardSink
 from oktopk.metrics.sinks.flat import Row, finite
-from oktopk.metrics.sinks.switch import Switch
+from oktopk.metrics.sinks.switch import DISK_ERRORS, Switch
 from oktopk.utils.files import atomic_path, make_folder, remove_drafts, write_atomically
 from oktopk.utils.locks import LOCK, FolderInUseError, FolderLock
 
@@ -235,8 +235,8 @@ class _LogFile(logging.FileHandler):
         self._switch.run(lambda: logging.FileHandler.emit(self, record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in logging
-        """Raise the error of the file to emit(); logging would print it with every record."""
-        if isinstance(error := sys.exc_info()[1], OSError):
+        """Raise the error of a full disk to emit(); logging would print it with every record."""
+        if isinstance(error := sys.exc_info()[1], OSError) and error.errno in DISK_ERRORS:
             raise error
         super().handleError(record)
 

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ from oktopk.train.config.options import COMPRESSION, OPTIONS, OUTPUT, RANKS, Con
 from oktopk.train.config.origins import resolve
 from oktopk.train.launch import detect_rank
 from oktopk.train.run import BAD_INPUT
+from oktopk.utils.files import make_folder
+from oktopk.utils.locks import FolderLock
 from oktopk.utils.signals import interrupted_code, raise_on_signal
 
 from ..errors import print_error
@@ -139,10 +142,12 @@ def _race(options: argparse.Namespace) -> int:
     if limited and (problem := lab_problem()):
         raise RaceError(f"--link {options.link}: {problem}; --link none runs on loopback")
     plan = plan_composed if options.composed else plan_cells
-    failures = run_cells(
-        race, plan(contenders, links, seeds), options.out, options.timeout, _show, _status(),
-        on_change=lambda: _write(race, options.out),
-    )  # fmt: skip
+    make_folder(options.out)
+    with closing(FolderLock(options.out)):
+        failures = run_cells(
+            race, plan(contenders, links, seeds), options.out, options.timeout, _show, _status(),
+            on_change=lambda: _write(race, options.out),
+        )  # fmt: skip
     _finish(options, _write(race, options.out, failures))
     return 1 if failures else 0
 

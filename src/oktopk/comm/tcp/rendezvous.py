@@ -76,7 +76,7 @@ def introduce(store: Any, name: str, world: int) -> tuple[Introduction, bytes | 
         secret = read_secret()
         tcp = tcp_allowed()
     except (ValueError, CommError) as error:
-        return Introduction(nonce, machine, problem=str(error)[:_LONGEST]), None, None
+        return Introduction(nonce, machine, problem=_short(str(error))), None, None
     fingerprint = None if secret is None else derive_key(secret, b"fingerprint " + name.encode()).hex()[:16]
     me = Introduction(nonce, machine, fingerprint, required=is_required())
     if not tcp or world == 1:
@@ -84,7 +84,7 @@ def introduce(store: Any, name: str, world: int) -> tuple[Introduction, bytes | 
     try:
         listener = listen(local_address(store), world)
     except Exception as error:  # whatever it is, the others wait for this rank
-        return replace(me, obstacle=repr(error)[:_LONGEST]), secret, None
+        return replace(me, obstacle=_short(repr(error))), secret, None
     return replace(me, endpoint=advertise(listener)), secret, listener
 
 
@@ -192,3 +192,8 @@ def _machine() -> str:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:  # not Linux
         return socket.gethostname()
+
+
+def _short(text: str) -> str:
+    """Text that fits into an introduction, where JSON makes several bytes of a character that is not ASCII."""
+    return text.encode("ascii", "replace").decode()[:_LONGEST]

@@ -123,7 +123,7 @@ def find_problem(links: LocalLinks, members: Sequence[int]) -> str | None:
         try:
             if path is not None:
                 _open(path, mmap.PAGESIZE)
-        except OSError as error:
+        except (OSError, WireError) as error:
             found = f"rank {links.comm.rank} and rank {leader} have no memory in common: {error}"
         links.send_json(found, leader, _PHASE)
         verdict: str | None = links.recv_json(leader, _PHASE)
