@@ -69,9 +69,11 @@ class ReductionRecorder:
 
 def add_traffic(event: ReductionEvent, traffic: dict[Operation, Traffic]) -> ReductionEvent:
     """The event with more traffic of its step, and the time that it took."""
+    took = total(traffic).seconds
     return replace(
         event,
-        seconds=event.seconds + Seconds(exchange=total(traffic).seconds),
+        stop=event.stop + took,
+        seconds=event.seconds + Seconds(exchange=took),
         wire=event.wire + Wire.of(traffic),
         traffic=merge([event.traffic, traffic]),
     )
