@@ -144,7 +144,7 @@ def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, Hashable]:
 
 
 def name_parameters(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None, strict: bool = True
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
 ) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by name, in the order of the model; without names they are numbered."""
     held = {
@@ -160,7 +160,7 @@ def name_parameters(
         raise ValueError("two parameters have the same name: give names that are unique over all groups")
     unnamed = {name: parameter for parameter, name in held.items() if parameter not in set(named.values())}
     missing = [parameter for parameter in unnamed.values() if parameter.requires_grad]
-    if missing and strict:
+    if missing:
         raise ValueError(
             f"{len(missing)} parameters of the optimizer are not in named_parameters, the first of shape "
             f"{tuple(missing[0].shape)}: pass those of the whole model"
