@@ -15,7 +15,16 @@ import oktopk
 from tests.support import worlds
 from tests.support.stepping import on_ranks
 from tests.support.training import DDP, backward, hook_up, mlp, parameters_of, sgd
-from tests.support.wrapping import assert_replicas, loss_of, make_model, momentum_sgd, plain_sgd, train, values, wrap
+from tests.support.wrapping import (
+    assert_replicas,
+    loss_of,
+    make_model,
+    momentum_sgd,
+    plain_sgd,
+    train,
+    values,
+    wrap,
+)
 
 
 def error_of(action: Callable[..., object], *args: object) -> str | None:
@@ -114,6 +123,18 @@ def test_a_frozen_layer_keeps_its_residual_until_it_is_unfrozen() -> None:
     for before, after in on_ranks(2, rank):
         assert torch.count_nonzero(before)
         assert torch.equal(before, after)
+
+
+def test_the_residual_of_a_frozen_layer_must_have_its_size() -> None:
+    """It is used when the layer is unfrozen, long after the checkpoint was loaded."""
+    model = make_model()
+    freeze(model)
+    with wrap(model, None, warmup_steps=0) as optimizer:
+        train(model, optimizer, 0, range(2))
+        state = optimizer.state_dict()
+        state["oktopk"]["residuals"]["0.weight"] = torch.ones(7)
+        with pytest.raises(ValueError, match=r"residuals of 0\.weight have 7 entries, the parameter 96"):
+            optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("warmup", [0, 100])
@@ -329,6 +350,28 @@ def test_models_that_the_hook_cannot_average_are_refused() -> None:
         assert "unsupported sparse gradients" in found["sparse in the hook"]
         assert "python_reducer" in found["python_reducer"]
         assert "mixed_precision=…) has a communication hook of its own" in found["mixed_precision"]
+
+
+def refused_optimizers(connect: Callable[..., Any]) -> list[str | None]:
+    """One rank passes an optimizer that cannot be guarded; afterwards all ranks pass a good one."""
+    net = DDP(mlp())
+    with oktopk.OkTopkState(timeout=20, warmup_steps=0, momentum=0.5) as state:
+        good = sgd(net, momentum=0.0)
+        found = []
+        for bad in (sgd(net), "an optimizer"):
+            found.append(error_of(state.register, net, bad if dist.get_rank() else good))
+            assert not net._comm_hooks
+            assert not state._guard.handles
+        state.register(net, good)
+        backward(net, dist.get_rank(), 0)
+        good.step()
+    return found
+
+
+def test_an_optimizer_that_one_rank_refuses_registers_nothing() -> None:
+    for rank, (momentum, kind) in enumerate(worlds.run("gloo", 2, refused_optimizers)):
+        assert "momentum correction (momentum=0.5) replaces" in momentum, rank
+        assert "optimizer must be a torch.optim.Optimizer, got str" in kind, rank
 
 
 def ddp_changes(connect: Callable[..., Any]) -> dict[str, Any]:

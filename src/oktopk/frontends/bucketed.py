@@ -103,9 +103,9 @@ class BucketedGradients:
         """Check a state_dict() in full, and change nothing; the function that is returned takes it over."""
         layout = saved_layout(saved)
         # What was saved before it was frozen, or after it was unfrozen, follows in the next step.
-        used = {name for bucket in layout for name in bucket.names}
-        sizes = self._sizes() | {name: p.numel() for name, p in self.parameters.items() if name in used}
-        if layout and (problem := layout_mismatch(layout, sizes)):
+        used = self._sizes().keys() | {name for bucket in layout for name in bucket.names}
+        sizes = {name: p.numel() for name, p in self.parameters.items()}
+        if layout and (problem := layout_mismatch(layout, {name: sizes[name] for name in sizes if name in used})):
             raise ValueError(problem)
         take_over = engine.read_state_dict(saved, sizes)
 
