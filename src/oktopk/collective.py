@@ -12,7 +12,7 @@ from torch import Tensor
 from .algorithms import Algorithm, Reduction, find_algorithm
 from .algorithms.base import digest_of, reduce_step
 from .algorithms.selection import target_count
-from .comm import Communicator, Metered, Operation, Traffic, agree, agree_on_digest, default_communicator
+from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator, post_digest
 from .errors import add_step_to_errors
 from .feedback.accumulator import Accumulator, narrow
 from .wire.message import VALUE_CODES
@@ -146,7 +146,7 @@ def sparse_allreduce(
 
     def confirm(reduction: Reduction) -> None:
         if meter.world > 1:
-            agree_on_digest(meter, digest_of(channel, reduction), "their results")
+            post_digest(meter, digest_of(channel, reduction), "their results")()
 
     with add_step_to_errors(meter.rank, step):
         reduction, found = reduce_step(chosen, channel, acc, k, state, confirm=confirm)

@@ -102,7 +102,7 @@ def test_a_false_value_told_to_all_is_a_gradient() -> None:
 
 def test_results_that_are_not_compared_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (collective, engine_step):
-        monkeypatch.setattr(module, "agree_on_digest", lambda *arguments: None)
+        monkeypatch.setattr(module, "post_digest", lambda *arguments: lambda: None)
     with pytest.raises(LawBroken, match="honest ranks"):
         all(outcome(case(number)) for number in range(400))
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ..errors import CommError
 from ..metrics.traffic import Operation, Traffic, total
-from .agreement import agree, agree_on_digest, checking_together, gather_json
+from .agreement import agree, checking_together, gather_json, post_digest
 from .base import Communicator, Wrapped
 from .group import GroupCommunicator
 from .messages import pack, packed_bytes, unpack
@@ -58,7 +58,6 @@ __all__ = [
     "Traffic",
     "Wrapped",
     "agree",
-    "agree_on_digest",
     "alone",
     "checking_together",
     "default_communicator",
@@ -66,6 +65,7 @@ __all__ = [
     "gather_json",
     "pack",
     "packed_bytes",
+    "post_digest",
     "run_threads",
     "total",
     "unpack",

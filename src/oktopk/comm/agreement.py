@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -84,25 +84,31 @@ def checking_together(comm: Communicator, owned: bool) -> Iterator[dict[str, obj
         raise
 
 
-def agree_on_digest(comm: Communicator, digest: int, what: str) -> None:
-    """Compare a 64-bit digest of `what` all ranks should have in common; raise a WireError if one differs.
+def post_digest(comm: Communicator, digest: int, what: str) -> Callable[[], None]:
+    """Send a 64-bit digest of `what` all ranks should have in common to all other ranks.
 
+    Returns a function that receives theirs and raises a WireError if one differs; the caller can work in between.
     Digests go from each rank to each other one: a rank between them could hide that it told them different things.
     """
     number, operation = next(comm.numbers), Operation("all_to_all", "digest", control=True)
     own = torch.from_numpy(np.array([digest], np.uint64).view(np.int64))
     message = seal(own, comm.global_rank(comm.rank), number, operation)
     messages = [None if rank == comm.rank else message for rank in range(comm.world)]
-    others = []
-    for rank, theirs in comm.exchange(messages, message.numel(), operation.phase, control=True):
-        if not torch.equal(unseal(theirs, comm.global_rank(rank), number, operation, torch.int64), own):
-            others.append(comm.global_rank(rank))
-    if others:
-        who = f"{format_ranks(sorted(others))} and rank {comm.global_rank(comm.rank)}"
-        raise WireError(
-            f"{operation}: {who} differ in {what}: a rank told others different things. Nothing is applied; "
-            "restart from the last checkpoint"
-        )
+    arriving = comm.exchange(messages, message.numel(), operation.phase, control=True)
+
+    def compare() -> None:
+        others = []
+        for rank, theirs in arriving:
+            if not torch.equal(unseal(theirs, comm.global_rank(rank), number, operation, torch.int64), own):
+                others.append(comm.global_rank(rank))
+        if others:
+            who = f"{format_ranks(sorted(others))} and rank {comm.global_rank(comm.rank)}"
+            raise WireError(
+                f"{operation}: {who} differ in {what}: a rank told others different things. Nothing is applied; "
+                "restart from the last checkpoint"
+            )
+
+    return compare
 
 
 def _shorten(text: str, longest: int = _LONGEST) -> str:

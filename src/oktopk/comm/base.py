@@ -160,10 +160,10 @@ class Communicator(Transport):
         sources: Sequence[bool] | None = None,
         control: bool = False,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Send messages[j] to each rank j and yield (source, its message), in the order r-1, r-2, …
+        """Send messages[j] to each rank j; returns an iterator of (source, its message), in the order r-1, r-2, …
 
-        Step i sends to r+i and receives from r-i, so that no rank gets all messages at once, and a few steps are
-        in flight while the caller works on one.
+        Step i sends to r+i and receives from r-i, so that no rank gets all messages at once. A few steps are under
+        way when this returns, and while the caller works on a message. The iterator must be used up.
 
         Args:
             messages: One for each rank; None is not sent.
@@ -188,20 +188,23 @@ class Communicator(Transport):
             if outgoing is not None:
                 sends.append(self.post_send(outgoing, to, operation))
 
+        def arrivals() -> Iterator[tuple[int, Tensor]]:
+            for step in range(1, self.world):
+                source = (self.rank - step) % self.world
+                with self.measure(operation):
+                    if step + _WINDOW - 1 < self.world:
+                        post(step + _WINDOW - 1)
+                    arrived = receives.pop(source).wait(deadline) if source in receives else None
+                if arrived is not None:
+                    yield source, arrived
+            with self.measure(operation):
+                for pending in sends:
+                    pending.wait(deadline)
+
         with self.measure(operation):
             for step in range(1, min(_WINDOW, self.world)):
                 post(step)
-        for step in range(1, self.world):
-            source = (self.rank - step) % self.world
-            with self.measure(operation):
-                if step + _WINDOW - 1 < self.world:
-                    post(step + _WINDOW - 1)
-                arrived = receives.pop(source).wait(deadline) if source in receives else None
-            if arrived is not None:
-                yield source, arrived
-        with self.measure(operation):
-            for pending in sends:
-                pending.wait(deadline)
+        return arrivals()
 
     @final
     def all_to_all(

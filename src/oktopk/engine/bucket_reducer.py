@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,11 +74,12 @@ class BucketReducer:
         return grad if plain else _unscale(grad, scale), residual
 
     def reduce_sparse(
-        self, group: BucketGroup, handed: Sequence[Handed], density: float, step: int, report: NonFiniteReport
-    ) -> tuple[list[BucketResult], ReductionEvent, int]:
+        self, group: BucketGroup, handed: Sequence[Handed], density: float, step: int, report: NonFiniteReport,
+        confirm: Callable[[int], None],
+    ) -> tuple[list[BucketResult], ReductionEvent]:  # fmt: skip
         """Exchange a group of buckets; `report` gets the reason if that is lost.
 
-        Also returns a digest of the result, which must be the same on all ranks.
+        `confirm` gets a digest of the result, which must be the same on all ranks, before the result is written.
         """
         recorder = ReductionRecorder(self.meter, step, group.index, group.size)
         members = [self._member(one) for one in handed]
@@ -90,7 +91,10 @@ class BucketReducer:
         k = target_count(group.compressible, density)
         with self._prepared(members):
             inspect = partial(report.inspect, group.members)
-            reduction, found = reduce_step(self.settings.algorithm, comm, acc, k, group.tracking, inspect)
+            reduction, found = reduce_step(
+                self.settings.algorithm, comm, acc, k, group.tracking, inspect,
+                lambda reduction: confirm(digest_of(comm, reduction)),
+            )  # fmt: skip
             if reduction.skipped:
                 _restore(members)
         group.tracking = reduction.state
@@ -109,7 +113,7 @@ class BucketReducer:
             exact=reduction.exact,
             residual_norm=math.hypot(*(self.residual_norm(m.handed.state, m.residual, step) for m in members)),
         )  # fmt: skip
-        return results, event, digest_of(comm, reduction)
+        return results, event
 
     def _member(self, handed: Handed) -> _Member:
         work = _unscale(handed.grad, handed.scale)

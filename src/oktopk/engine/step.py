@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Metered, agree, agree_on_digest
+from ..comm import Communicator, Metered, agree, post_digest
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
 from ..metrics.sinks import as_sink
@@ -68,6 +68,8 @@ class StepReducer:
         self._events: list[ReductionEvent] = []
         self._digests: list[int] = []
         """Of the results of sparse groups."""
+        self._compare_digests: Callable[[], None] | None = None
+        """Receives the digests of other ranks, when this rank has sent its own."""
 
     @property
     def exchanges(self) -> bool:
@@ -113,7 +115,8 @@ class StepReducer:
         if sum(one.state.compressible * self.density for one in self._waiting) >= self.settings.fusion_entries:
             self._reduce_group()
 
-    def _reduce_group(self) -> None:
+    def _reduce_group(self, last: bool = False) -> None:
+        """Reduce the buckets that wait. With the last group of a step, the digest is sent as early as possible."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -123,9 +126,8 @@ class StepReducer:
             return
         assert self.density is not None
         group = self._group_of([handed.state for handed in waiting])
-        results, event, digest = self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report)
-        self._add(results, event)
-        self._digests.append(digest)
+        confirm = self._post_digest if last else self._digests.append
+        self._add(*self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report, confirm))
 
     def _finish_dense(self) -> None:
         while self._dense.under_way:
@@ -140,7 +142,7 @@ class StepReducer:
             handed_over: when the last one was.
         """
         self._finish_dense()
-        self._reduce_group()
+        self._reduce_group(last=True)
         self._confirm()
         self._events.sort(key=lambda event: event.bucket)
         if self.local is not None and not self.local.leads:
@@ -180,8 +182,15 @@ class StepReducer:
 
     def _confirm(self) -> None:
         """Compare the sparse results of all ranks before any of them is applied: one digest for the whole step."""
-        if self._digests and self.reducer.meter.world > 1:
-            agree_on_digest(self.reducer.meter, fold(self._digests), "the results of the step")
+        if self._digests and self._compare_digests is None:
+            self._post_digest()
+        if self._compare_digests is not None:
+            self._compare_digests()
+
+    def _post_digest(self, *digests: int) -> None:
+        if self.reducer.meter.world > 1:
+            digest = fold([*self._digests, *digests])
+            self._compare_digests = post_digest(self.reducer.meter, digest, "the results of the step")
 
     def _gather_names(self) -> tuple[str, ...]:
         """Where numbers were not finite, the same on all ranks; a leader has gathered it for its host."""
@@ -242,7 +251,7 @@ class StepReducer:
 
     def _forget(self) -> None:
         self._results, self._events, self._waiting, self._handed = [], [], [], 0
-        self._digests = []
+        self._digests, self._compare_digests = [], None
         self._report.names = None
 
     # Buckets and groups.
