@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oktopk.metrics.events import DENSE
+from oktopk.tools.crossover import format_rate
 from oktopk.tools.tables import format_table
 
 from ..spec import LOOPBACK
@@ -33,16 +34,6 @@ def break_name(name: str, longest: int = 24) -> list[str]:
             lines.append("")
         lines[-1] += part
     return lines
-
-
-def format_rate(rate: float | None) -> str:
-    """
-    >>> format_rate(1.5e9), format_rate(2.04e7), format_rate(None)
-    ('1.5 Gbit/s', '20.4 Mbit/s', '–')
-    """
-    if rate is None:
-        return "–"
-    return f"{rate / 1e9:.3g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.3g} Mbit/s"
 
 
 def format_spread(figure: Mapping[str, Any] | None, digits: str) -> str:
