@@ -9,6 +9,7 @@ from itertools import pairwise
 
 _FIRST_BUCKET, _BUCKET = 1 << 18, 25 << 18
 """Parameters of DDP's buckets: 1 MiB for the first that backward completes, 25 MiB for the others."""
+AT_NO_RATE = "at no rate"
 _LOWEST, _HIGHEST = 1.0, 1e18
 """Rates in bits per second between which a crossover is looked for."""
 
@@ -47,7 +48,7 @@ class Cost:
             rounds; of all steps together.
         sent_bytes: Bytes that a rank sends; of all steps together.
         hidden_seconds: Time on the link that overlaps with backward and costs nothing; of all steps together.
-        last_bytes: Bytes that are only known when backward ends, so that nothing hides them; of all steps together.
+        last_bytes: Bytes that wait for the end of backward, so that nothing hides them; of all steps together.
     """
 
     seconds: float
@@ -69,8 +70,8 @@ def predict_crossover(dense: Cost, sparse: Cost) -> float | None:
         compute + max(8 · last bytes / B, 8 · bytes / B - hidden)
 
     where compute is the step at an unlimited rate (with the latency of its rounds), bytes is what a rank sends,
-    hidden is the time on the link that backward covers, and last bytes wait for its end. Each way needs its own number of steps to the
-    target, so that costs are totals over these steps. Without overlap
+    hidden is the time on the link that backward covers, and last bytes wait for its end. Each way needs its own
+    number of steps to the target, so that costs are totals over these steps. Without overlap
 
         B* = 8 · (bytes of dense - bytes of sparse) / (seconds of sparse - seconds of dense)
 
@@ -148,7 +149,7 @@ def crossover_figures(dense: Cost, sparse: Cost) -> dict[str, float | str | None
     """What predict_crossover finds, for JSON: `crossover` is a rate or None, `faster` says where sparse wins."""
     rate = predict_crossover(dense, sparse)
     if rate is None:
-        return {"crossover": None, "faster": "at no rate"}
+        return {"crossover": None, "faster": AT_NO_RATE}
     if math.isinf(rate):
         return {"crossover": None, "faster": "at any rate"}
     return {"crossover": rate, "faster": f"below {format_rate(rate)}"}

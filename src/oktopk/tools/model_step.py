@@ -97,7 +97,7 @@ def _step(config: TrainConfig, task: Task[Any], optimizer: Optimizer, batches: I
         loss = task.loss(next(batches)) / config.nsteps_update
         _wait_for_gpu()
         middle = time.perf_counter()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         _wait_for_gpu()
         forward, backward = forward + middle - start, backward + time.perf_counter() - middle
     start = time.perf_counter()

@@ -7,9 +7,9 @@
                                                                          what a job would use, before it starts
     mpirun -np 2 oktopk doctor                                           the same under MPI
 
-With --dnn or --params, the last check says whether compression pays here: the time of a step without communication,
-what dense and sparse averaging add to it, and B*, the rate of the links below which sparse is faster. It compares the
-time of steps; oktopk race compares the time to the same quality.
+With --dnn or --params, the last check says whether compression pays here: the time of a step without
+communication, what dense and sparse averaging add to it, and B*, the rate of the links below which sparse is
+faster. It compares steps; oktopk race compares the time to the same quality.
 
 Each check prints one line: ok, warning or problem, what it found, and what to do about it. The exit code is 1 if
 there is a problem, else 0, on every rank.

@@ -89,6 +89,6 @@ def _time_model(comm: Communicator, request: Request, time_model: TimeModel | No
     if time_model is None:
         return None
     comm.all_gather_ints([0], "doctor")  # all ranks start together
-    steps = gather_json(comm, collect_fact(lambda: asdict(time_model())), "doctor model")
+    steps: list[dict[str, Any]] = gather_json(comm, collect_fact(lambda: asdict(time_model())), "doctor model")
     failed = next((step for step in steps if "error" in step), None)
     return failed or max(steps, key=lambda step: ModelStep(**step).seconds)

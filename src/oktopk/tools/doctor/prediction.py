@@ -25,7 +25,8 @@ def predict_steps(
         links: what measure_links found; the slowest link counts.
 
     Returns:
-        `rate`, and for each way `adds_seconds` at that rate, and its crossover with dense.
+        `rate`, `measured_rate` (what lies above it is not supported by a measurement), and for each way
+        `adds_seconds` at `rate`, and its crossover with dense.
     """
     slowest = 8 * min(link["bytes_per_second"] for link in links)
     rate = slowest if request.link is None else request.link
@@ -33,7 +34,7 @@ def predict_steps(
     costs = [_cost(request, step, way, slowest) for way in ways]
     return {
         "rate": rate,
-        "rate_source": "measured" if request.link is None else "given",
+        "measured_rate": slowest,
         "step_seconds": step and step.seconds,
         "ways": [
             {"algorithm": way["algorithm"], "values": way["values"], "adds_seconds": cost.at(rate) - compute}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from oktopk.tools.crossover import format_rate
+from oktopk.tools.crossover import AT_NO_RATE, format_rate
 
 from .findings import OK, WARNING, Finding, World, format_ranks
 from .step_times import DENSE
@@ -92,7 +92,7 @@ def _whole_steps(ways: list[dict[str, Any]], predicted: dict[str, Any]) -> list[
     """Each way with its prediction, and the time of a whole step."""
     compute = predicted["step_seconds"] or 0.0
     return [
-        {**way, **more, "whole": compute + more["adds_seconds"]}
+        {**way, **more, "measured_rate": predicted["measured_rate"], "whole": compute + more["adds_seconds"]}
         for way, more in zip(ways, predicted["ways"], strict=True)
     ]
 
@@ -105,11 +105,11 @@ def _describe_step(
     pays: bool,
 ) -> list[str]:
     rate, name = format_rate(predicted["rate"]), _name(best)
-    link = f"at this link ({rate})" if predicted["rate_source"] == "measured" else f"at {rate}"
+    link = f"at this link ({rate})" if predicted["rate"] == predicted["measured_rate"] else f"at {rate}"
     verdict = "pays" if pays else "does not pay"
     adds = (
         f"dense adds {_ms(dense['adds_seconds'])} {link}, {name} adds {_ms(best['adds_seconds'])}: {verdict}; "
-        f"{_describe_crossover(best)}"
+        f"crossover rate {_crossover(best)}"
     )
     if step is None:
         return [adds, "without backward, which hides a part: pass --dnn NAME or --compute-seconds S to include it"]
@@ -118,10 +118,12 @@ def _describe_step(
     return [f"step without communication {_ms(predicted['step_seconds'])}{measured}", adds]
 
 
-def _describe_crossover(way: dict[str, Any]) -> str:
-    if way["crossover"] is None:
-        return f"faster than dense {way['faster']}"
-    return f"crossover rate B* = {format_rate(way['crossover'])}, faster than dense below it"
+def _crossover(way: dict[str, Any]) -> str:
+    """B*, the rate below which it is faster than dense; not beyond what was measured."""
+    if way["faster"] == AT_NO_RATE:
+        return "B*: none, dense is faster at any rate"
+    known = way["crossover"] is not None and way["crossover"] <= way["measured_rate"]
+    return f"B* = {format_rate(way['crossover'])}" if known else f"B* > {format_rate(way['measured_rate'])}"
 
 
 def _times(gain: float) -> str:
@@ -145,7 +147,7 @@ def _line(way: dict[str, Any]) -> str:
     if way["algorithm"] == DENSE:
         ring = " (ring)"  # modelled: the library's all-reduce does not report its bytes
     else:
-        wins = f", faster {way['faster']}"
+        wins = f", {_crossover(way)}"
     sent = f"{way['sent_bytes'] / 1e6:.3g} MB sent by a rank{ring}{wins}"
     return f"  {_name(way):<12}  exchange {_ms(way['seconds']):>9}  adds {_ms(way['adds_seconds']):>9}  {sent}"
 
