@@ -78,6 +78,11 @@ class Plan:
         return asdict(self) | derived | texts
 
     def warning(self) -> str | None:
+        if self.world == 1 and self.algorithm != "dense":
+            return (
+                f"one rank: there is nothing to exchange, so {self.algorithm} saves nothing; its sparse steps only "
+                "delay gradient. Start several ranks (--ranks N, torchrun, mpirun), or pass --compressor dense"
+            )
         if not self.never_sparse:
             return None
         return (
@@ -85,14 +90,22 @@ class Plan:
             f"{self.warmup_steps} are dense; set --warmup-steps below {self.steps}, or train longer"
         )
 
+    @property
+    def _senders(self) -> int:
+        return self.world // self.ranks_per_host
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes that a rank sends in a dense step, by a ring; with ranks_per_host, the rank that sends for its host."""
+        return WORD_BYTES * ring_words(self.parameters, self._senders)
+
     def volume(self) -> list[str]:
         """Describe the bytes of a dense and of a sparse step: the payload, and what a rank is expected to send.
 
         With ranks_per_host, one rank sends for its host.
         """
-        k, senders = max(1, round(self.density * self.parameters)), self.world // self.ranks_per_host
+        k, senders, ring = max(1, round(self.density * self.parameters)), self._senders, self.dense_bytes
         who = "rank" if self.ranks_per_host == 1 else "host"
-        ring = WORD_BYTES * ring_words(self.parameters, senders)
         sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"a single {who} sends nothing"
         lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
         if self.algorithm != "dense":

@@ -12,6 +12,7 @@ from oktopk.metrics.events import DENSE
 from oktopk.tools.crossover import format_rate
 from oktopk.tools.tables import format_table
 
+from ..contenders import parse_contender
 from ..spec import LOOPBACK
 from ..summary import COMPOSED
 
@@ -109,11 +110,31 @@ def notes(document: Document) -> list[str]:
         said.append(
             "composed: quality by step on loopback × mean step times over the link; full: run over the link"
         )
+    if rows:
+        said.append(
+            "MB/step: bytes that a rank sent, mean over all steps, dense ones included; of dense: against fp32 in a ring"
+        )
+    if document["race"]["ranks"] == 1:
+        said.append("one rank: there is nothing to exchange, so that only the cost of compression is compared")
+    said += _asked(rows)
     for one in document["deviations"]:
         where = f"{one['contender']}, {link_name(one['link'])}, seed {one['seed']}"
         said.append(f"{where}: composed is {100 * one['composed_over_full']:+.1f} % from the full run")
     said += [_crossover(one) for one in document["crossovers"]]
     said += [f"failed: {one['cell']}: {one['problem']}" for one in document["failures"]]
+    return said
+
+
+def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The density that each of ours was asked for, and its dense warm-up; their names do not have the defaults."""
+    said = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        settings = parse_contender(name).settings
+        if settings is not None and settings.algorithm.name != DENSE:
+            said.append(
+                f"{name}: density asked for {settings.density:g} (n/k {1 / settings.density:.4g}), "
+                f"{settings.warmup_steps} dense steps first"
+            )
     return said
 
 
