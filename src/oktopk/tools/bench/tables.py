@@ -66,8 +66,7 @@ def _asked(record: Record) -> str:
     density = record["density"]
     return (
         f"density asked for: {density:g}, so that n/k is {1 / density:.4g} in entries; {record['ranks']} "
-        f"rank{'s' * (record['ranks'] > 1)}, {record['params']:,} parameters; untimed steps before the first compiled "
-        "the kernels"
+        f"rank{'s' * (record['ranks'] > 1)}, {record['params']:,} parameters; kernels compiled in untimed steps"
     )
 
 

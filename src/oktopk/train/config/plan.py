@@ -9,6 +9,11 @@ from oktopk.algorithms.volume import WORD_BYTES, oktopk_words, ring_words
 from oktopk.engine.autotune import RAMP_FROM, Schedule
 from oktopk.metrics.events import ENTRY_BYTES
 
+_ONE_RANK = (
+    "one rank: there is nothing to exchange and nothing to compress; sparse steps only delay gradient. Start "
+    "several ranks (--ranks N, torchrun, mpirun), or pass --compressor dense"
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,11 +83,6 @@ class Plan:
         return asdict(self) | derived | texts
 
     def warning(self) -> str | None:
-        if self.world == 1 and self.algorithm != "dense":
-            return (
-                f"one rank: there is nothing to exchange, so {self.algorithm} saves nothing; its sparse steps only "
-                "delay gradient. Start several ranks (--ranks N, torchrun, mpirun), or pass --compressor dense"
-            )
         if not self.never_sparse:
             return None
         return (
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def dense_bytes(self) -> float:
-        """Bytes that a rank sends in a dense step, by a ring; with ranks_per_host, the rank that sends for its host."""
+        """Bytes that a rank sends in a dense step, by a ring; with ranks_per_host, one rank sends for its host."""
         return WORD_BYTES * ring_words(self.parameters, self._senders)
 
     def volume(self) -> list[str]:
@@ -116,4 +116,6 @@ class Plan:
             lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
             if self.ramp_steps and self.density < RAMP_FROM:
                 lines.append(f"the density falls from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps")
+            if self.world == 1:
+                lines.append(_ONE_RANK)
         return lines

@@ -112,7 +112,7 @@ def notes(document: Document) -> list[str]:
         )
     if rows:
         said.append(
-            "MB/step: bytes that a rank sent, mean over all steps, dense ones included; of dense: against fp32 in a ring"
+            "MB/step: bytes that a rank sent, mean over all steps, dense ones too; of dense: against a ring"
         )
     if document["race"]["ranks"] == 1:
         said.append("one rank: there is nothing to exchange, so that only the cost of compression is compared")

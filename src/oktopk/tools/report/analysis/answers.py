@@ -105,8 +105,8 @@ def _time(means: Mapping[str, Any], phase: str) -> str:
     parts = ", ".join(f"{_GROUP[group]} {percent(share)}" for group, share in shares.items())
     first = " The first step of the phase, which may compile kernels, is left out." if means["steps"] > 1 else ""
     return (
-        f"A {phase} step took {format_seconds(seconds)} on average: {parts}. Work that ran during backward (hidden) "
-        f"is not included.{first}"
+        f"A {phase} step took {format_seconds(seconds)} on average: {parts}. Hidden work, which ran during "
+        f"backward, is not included.{first}"
     )
 
 
