@@ -1,6 +1,6 @@
 """Set up once per session: the hypothesis profile, one torch thread, and kernels that are compiled already.
 
-Also what `make` asks of the suite: the markers `quick` and `property`, another order, and a last word on skips.
+Also what `make` asks of the suite: the markers `quick` and `property`, the order, and a last word on skips.
 """
 
 from __future__ import annotations
@@ -60,15 +60,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Markers are there before -m chooses by them, and the order is turned when all others have had their say."""
+    """Markers are there before -m chooses by them, and the order is set when all others have had their say."""
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
         if QUICK.match(item.nodeid) and item.get_closest_marker("processes") is None:
             item.add_marker("quick")
     yield
+    _begin_with_the_longest(items)
     if config.getoption("--reverse"):
         items.reverse()
+
+
+def _begin_with_the_longest(items: list[pytest.Item]) -> None:
+    """Files that may take longest, by their timeouts, begin first: no worker is left alone with one at the end."""
+    limits: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0.0), marker.args[0] if marker else 0.0)
+    items.sort(key=lambda item: -limits[item.path])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import _command as _command  # first: what follows takes seconds
 from .algorithms import ALGORITHMS, Algorithm
 from .collective import Info, sparse_allreduce
 from .comm import Communicator, GroupCommunicator, Metered, MPICommunicator, Traffic, run_threads

@@ -33,7 +33,7 @@ from tests.support import worlds
 
 SECONDS = 120.0
 """For each thing that is waited for; on an idle machine the whole takes half of it."""
-AT_REST = "join_timeout=100,last_call_timeout=5,keep_alive_interval=3,keep_alive_max_attempt=5,is_host=0"
+AT_REST = "join_timeout=100,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8,is_host=0"
 
 
 @dataclass

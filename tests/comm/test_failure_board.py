@@ -120,6 +120,23 @@ def test_a_last_word_comes_through_after_a_question_that_takes_too_long(
     assert other.report_loss(3).reason == "rank 0 failed: fire"
 
 
+def test_a_silent_store_is_asked_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for others looks for failures many times; threads that ask must not pile up."""
+    set_timeouts(monkeypatch, store=0.1)
+    one, other = ranks()[:2]
+    store.open.clear()
+    before = threading.active_count()
+    for _ in range(10):
+        assert not one.has_failures()
+    assert threading.active_count() == before + 1
+    store.open.set()
+    set_timeouts(monkeypatch, store=60.0, silent_store=60.0)
+    other.post_failure("rank 1 failed: fire")
+    with one._turn:  # the thread that asked has its answer
+        pass
+    assert one.has_failures()
+
+
 @pytest.mark.usefixtures("store")
 def test_threads_of_a_rank_may_ask_at_the_same_time() -> None:
     one = ranks()[0]

@@ -29,7 +29,7 @@ def woken(comm: Communicator, name: str) -> Ending | None:
     found: list[Ending] = []
     waiting = threading.Thread(target=lambda: found.append(wait_in_vain(comm, name)))
     waiting.start()
-    waiting.join(1.0)
+    waiting.join(0.3)
     assert waiting.is_alive()
     comm.interrupt()
     waiting.join(40.0)  # less than the timeout of the communicator
@@ -137,7 +137,7 @@ def sums_alone(
 ) -> tuple[str, str, float] | None:
     """Rank 1 takes no part in sums that are under way: it posts why it fails, or is silent."""
     comm, end = connect(timeout=60.0, companion=companion), None
-    comm.timeout = 60.0 if told else 3.0
+    comm.timeout = 60.0 if told else 1.5
     if comm.rank != 1:
         start = time.monotonic()
         pending = [comm.begin_all_reduce(torch.ones(size), "dense") for _ in range(3)]

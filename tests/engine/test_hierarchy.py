@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import mmap
 import os
@@ -91,26 +92,39 @@ def assert_host_laws(steps: list[list[Record]], ranks: int) -> None:
             torch.testing.assert_close(torch.as_tensor(now), torch.as_tensor(was), rtol=1e-5, atol=1e-5)
 
 
+BITS = 4
+"""Steps, all sparse; residuals and momentum go into all but the first."""
+
+
+def bits_options(layout: str) -> dict[str, Any]:
+    return {"warmup_steps": 0, "buckets": LAYOUTS[layout], "values": "fp16", "momentum": 0.5}
+
+
+@functools.cache  # all transports are compared with it
+def one_rank_per_host(hosts: int, ranks: int, algorithm: str, layout: str) -> list[list[Record]]:
+    """Steps of each host, whose one rank has the mean of what its ranks would have."""
+
+    def edit(host: int, step: int, grads: Grads) -> None:
+        grads |= host_mean([gradients(host * ranks + rank, step) for rank in range(ranks)])
+
+    def job(comm: oktopk.Communicator) -> list[Record]:
+        with reducer_on(comm, algorithm, **bits_options(layout)) as reducer:
+            return record_steps(reducer, comm.rank, range(BITS), edit)
+
+    return on_ranks(hosts, job)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("algorithm", SPARSE)
 @pytest.mark.parametrize(("hosts", "ranks"), WORLDS)
 def test_the_bits_are_those_of_one_rank_per_host(
     transport: str, hosts: int, ranks: int, algorithm: str, layout: str
 ) -> None:
-    options: dict[str, Any] = {"warmup_steps": 0, "buckets": LAYOUTS[layout], "values": "fp16", "momentum": 0.5}
-
-    def alone(comm: oktopk.Communicator) -> list[Record]:
-        def edit(host: int, step: int, grads: Grads) -> None:
-            grads |= host_mean([gradients(host * ranks + rank, step) for rank in range(ranks)])
-
-        with reducer_on(comm, algorithm, **options) as reducer:
-            return record_steps(reducer, comm.rank, range(6), edit)
-
-    one_per_host = on_ranks(hosts, alone)
-    steps = run_steps(hosts * ranks, 6, None, algorithm, ranks_per_host=ranks, **options)
+    alone = one_rank_per_host(hosts, ranks, algorithm, layout)
+    steps = run_steps(hosts * ranks, BITS, None, algorithm, ranks_per_host=ranks, **bits_options(layout))
     for number, step in enumerate(steps):
         for host, (leader, *members) in enumerate(by_host(step, ranks)):
-            expected = one_per_host[host][number]
+            expected = alone[host][number]
             for record in (leader, *members):
                 assert same_bits(record.result, expected.result)
                 assert record.event.volume == expected.event.volume

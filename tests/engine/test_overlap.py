@@ -18,7 +18,7 @@ ALMOST = 0.75
 """The share of dense steps that must hide something: others use this machine too."""
 
 TRIES = 6
-pytestmark = pytest.mark.timeout(800)  # all of them, on a machine that is busy with other tests
+pytestmark = [pytest.mark.timeout(800), pytest.mark.processes]  # all of them, on a machine that is busy
 
 Step = dict[str, Any]
 

@@ -34,3 +34,13 @@ def test_a_bucket_that_was_dropped_starts_anew() -> None:
     assert feedback.get(bucket("ab")) is None
     assert set(feedback.state_dict()) == {"c"}
     assert not feedback.flat(bucket("ab")).any()
+
+
+def test_a_parameter_that_left_its_bucket_keeps_no_other_memory() -> None:
+    """A frozen parameter keeps its residual, but not that of the whole bucket it was in."""
+    feedback = ResidualStore()
+    feedback.flat(bucket("abe")).fill_(1.0)
+    feedback.flat(bucket("be"))
+    left = feedback._by_name["a"]
+    assert left.tolist() == [1.0] * 3
+    assert left.untyped_storage().nbytes() == 3 * 4

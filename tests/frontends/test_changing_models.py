@@ -15,7 +15,16 @@ import oktopk
 from tests.support import worlds
 from tests.support.stepping import on_ranks
 from tests.support.training import DDP, backward, hook_up, mlp, parameters_of, sgd
-from tests.support.wrapping import assert_replicas, loss_of, make_model, momentum_sgd, train, values, wrap
+from tests.support.wrapping import (
+    assert_replicas,
+    loss_of,
+    make_model,
+    momentum_sgd,
+    plain_sgd,
+    train,
+    values,
+    wrap,
+)
 
 
 def error_of(action: Callable[..., object], *args: object) -> str | None:
@@ -116,6 +125,18 @@ def test_a_frozen_layer_keeps_its_residual_until_it_is_unfrozen() -> None:
         assert torch.equal(before, after)
 
 
+def test_the_residual_of_a_frozen_layer_must_have_its_size() -> None:
+    """It is used when the layer is unfrozen, long after the checkpoint was loaded."""
+    model = make_model()
+    freeze(model)
+    with wrap(model, None, warmup_steps=0) as optimizer:
+        train(model, optimizer, 0, range(2))
+        state = optimizer.state_dict()
+        state["oktopk"]["residuals"]["0.weight"] = torch.ones(7)
+        with pytest.raises(ValueError, match=r"residuals of 0\.weight have 7 entries, the parameter 96"):
+            optimizer.load_state_dict(state)
+
+
 @pytest.mark.parametrize("warmup", [0, 100])
 def test_a_layer_that_one_rank_freezes_is_an_error_on_all(warmup: int) -> None:
     def rank(comm: oktopk.Communicator) -> None:
@@ -155,6 +176,60 @@ def test_parameters_that_bypass_add_param_group_are_an_error() -> None:
         optimizer.param_groups[0]["params"].extend(more.parameters())
         with pytest.raises(ValueError, match=r"not averaged: add them by add_param_group\(\)"):
             loss_of(model, 0, 0).backward()
+
+
+def bad_group(why: str, model: nn.Module, wrong: bool) -> dict[str, Any]:
+    """A group to add; with `wrong`, one that cannot be averaged."""
+    good, bad = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    if why == "complex":
+        bad = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    elif why == "another shape":
+        bad = nn.Parameter(torch.zeros(4))
+    elif why == "frozen":
+        bad.requires_grad_(False)
+    elif why == "there already":
+        bad = model[0].weight
+    return {"params": [bad if wrong else good]} | ({"momentum": 0.9} if why == "momentum" and wrong else {})
+
+
+REFUSED = {
+    "complex": "unsupported dtype torch.complex64 of parameter group1.0",
+    "another shape": "ranks disagree on shapes",
+    "frozen": "ranks disagree on parameters that require a gradient",
+    "there already": "some parameters appear in more than one parameter group",
+    "momentum": "momentum correction (momentum=0.5) replaces the optimizer's own momentum",
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_group_that_one_rank_refuses_is_added_on_none(why: str) -> None:
+    """All ranks have the error, nothing has changed, and training goes on as if nothing had happened."""
+
+    def rank(comm: oktopk.Communicator) -> dict[str, Tensor]:
+        model, twin = make_model(), make_model()
+        options = {"momentum": 0.5} if why == "momentum" else {}
+        with wrap(twin, comm, plain_sgd, **options) as optimizer:
+            train(twin, optimizer, comm.rank, range(6))
+        with wrap(model, comm, plain_sgd, **options) as optimizer:
+            train(model, optimizer, comm.rank, range(3))
+            said = error_of(optimizer.add_param_group, bad_group(why, model, wrong=comm.rank == 1))
+            assert said is not None
+            assert REFUSED[why] in said
+            assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
+            train(model, optimizer, comm.rank, range(3, 6))
+        assert_replicas([values(model), values(twin)])
+        return values(model)
+
+    assert_replicas(on_ranks(3, rank, timeout=5.0))
+
+
+def test_a_group_whose_names_are_taken_is_refused() -> None:
+    model = nn.Module()
+    model.group1 = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+    with wrap(model, None, buckets="model") as optimizer:
+        with pytest.raises(ValueError, match=r"has a parameter group1\.0 already"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        assert len(optimizer.param_groups) == 1
 
 
 def test_shared_parameters_are_averaged_once() -> None:
@@ -275,6 +350,28 @@ def test_models_that_the_hook_cannot_average_are_refused() -> None:
         assert "unsupported sparse gradients" in found["sparse in the hook"]
         assert "python_reducer" in found["python_reducer"]
         assert "mixed_precision=…) has a communication hook of its own" in found["mixed_precision"]
+
+
+def refused_optimizers(connect: Callable[..., Any]) -> list[str | None]:
+    """One rank passes an optimizer that cannot be guarded; afterwards all ranks pass a good one."""
+    net = DDP(mlp())
+    with oktopk.OkTopkState(timeout=20, warmup_steps=0, momentum=0.5) as state:
+        good = sgd(net, momentum=0.0)
+        found = []
+        for bad in (sgd(net), "an optimizer"):
+            found.append(error_of(state.register, net, bad if dist.get_rank() else good))
+            assert not net._comm_hooks
+            assert not state._guard.handles
+        state.register(net, good)
+        backward(net, dist.get_rank(), 0)
+        good.step()
+    return found
+
+
+def test_an_optimizer_that_one_rank_refuses_registers_nothing() -> None:
+    for rank, (momentum, kind) in enumerate(worlds.run("gloo", 2, refused_optimizers)):
+        assert "momentum correction (momentum=0.5) replaces" in momentum, rank
+        assert "optimizer must be a torch.optim.Optimizer, got str" in kind, rank
 
 
 def ddp_changes(connect: Callable[..., Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def copied(connect: Callable[..., Any]) -> dict[str, tuple[bool, Parameters, Par
             assert found is not state
             assert_same_state(found.state_dict(), state.state_dict())
             assert (found.step, repr(found)) == (4, "OkTopkState(a copy at step 4)")
+            assert (found.last, found.skipped, found.stats()) == (None, False, {})
             steps(net, optimizer, range(4, 8))
             quiet = sum(group._made.values()) == connected
         with found.register(twin, other := sgd(twin)):
@@ -80,8 +82,12 @@ def test_a_copy_goes_on_where_it_was_taken() -> None:
             assert same_bits(original, twin), way
 
 
-def closed_or_refused(connect: Callable[..., Any]) -> tuple[list[Any], str, str]:
-    """Copies that are not used; of a state with a GradScaler; and of another rank's state."""
+def use(state: oktopk.OkTopkState) -> None:
+    state.run(lambda comm: None)
+
+
+def closed_or_refused(connect: Callable[..., Any]) -> tuple[list[Any], str, str, str]:
+    """Copies that are not used; of a state with a GradScaler; of another rank's state; with other buckets."""
     net = DDP(mlp())
     power = DDP(mlp())
     power.register_comm_hook(PowerSGDState(None), powerSGD_hook)
@@ -89,21 +95,25 @@ def closed_or_refused(connect: Callable[..., Any]) -> tuple[list[Any], str, str]
     with hook_up(net, sgd(net), grad_scaler=torch.amp.GradScaler("cpu")) as state:
         unused = copy.deepcopy(state)
         unused.close()
-        scaled = error_of(unused.stats)
+        scaled = error_of(lambda: use(unused))
     with hook_up(DDP(mlp())) as state:
         other = [state] * dist.get_world_size()
         dist.all_gather_object(other, state)  # pickles
-        wrong = error_of(other[0].stats)
+        wrong = error_of(lambda: use(other[0]))
         for one in other:
             one.close()
-    return [type(one) for one in other], str(scaled), str(wrong)
+        twin = copy.deepcopy(state)
+        twin.__setstate__(replace(twin._copied, plan="model" if dist.get_rank() else 25.0))
+        plan = error_of(lambda: use(twin))
+    return [type(one) for one in other], scaled, wrong, plan
 
 
 def test_copies_that_cannot_go_on_say_so() -> None:
-    for rank, (kinds, scaled, wrong) in enumerate(worlds.run("gloo", 2, closed_or_refused)):
+    for rank, (kinds, scaled, wrong, plan) in enumerate(worlds.run("gloo", 2, closed_or_refused)):
         assert kinds == [oktopk.OkTopkState] * 2
         assert "has no GradScaler: make a new one" in scaled
         assert "this is the state of rank 0, loaded on rank 1" in wrong, rank
+        assert "ranks disagree on buckets" in plan
 
 
 def test_a_model_of_the_wrapper_can_be_copied() -> None:

@@ -130,6 +130,14 @@ def of_another_rank() -> tuple[str, dict[str, Any]]:
     return message, state.state_dict()
 
 
+def of_another_frozen_layer() -> str:
+    model = mlp()
+    model[0].requires_grad_(False)
+    with hook_up(DDP(model)) as state:
+        saved = state.state_dict() | {"residuals": {"0.weight": torch.ones(7)}}
+        return error_of(lambda: state.load_state_dict(saved))
+
+
 def of_another_world() -> tuple[str, int]:
     """Each rank trains alone at first; the message, and the step after doing what it says."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -152,6 +160,7 @@ def refused(connect: Callable[..., Any]) -> dict[str, Any]:
         "named": of_another_model(True),
         "unnamed": of_another_model(False),
         "rank": of_another_rank(),
+        "frozen": of_another_frozen_layer(),
         "world": of_another_world(),
     }
 
@@ -177,6 +186,11 @@ def test_a_checkpoint_of_another_rank_says_what_to_do(refusals: list[dict[str, A
         assert "every rank must save and load its own" in message
         assert state["step"] == 0
         assert state["residuals"] == {}
+
+
+def test_a_checkpoint_of_another_frozen_layer_is_refused(refusals: list[dict[str, Any]]) -> None:
+    for heard in refusals:
+        assert "residuals of 0.weight have 7 entries, the parameter 800" in heard["frozen"]
 
 
 def test_a_checkpoint_of_another_world_says_what_to_do(refusals: list[dict[str, Any]]) -> None:

@@ -143,7 +143,7 @@ def oktopk_bound(step: list[Outcome], outcome: Outcome) -> float:
 @pytest.mark.parametrize("world", WORLDS)
 def test_oktopk_keeps_its_bound_on_every_step(algorithm: OkTopk, world: int) -> None:
     """Exact evaluations and re-partitions included, with residuals that grow."""
-    steps = raw(algorithm, world, steps=40)
+    steps = raw(algorithm, world, steps=algorithm.tau_prime + 8)
     cap = math.floor(1.25 * K)
     means = []
     for step in steps:

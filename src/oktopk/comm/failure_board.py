@@ -77,7 +77,9 @@ class FailureBoard:
         self._query(write, TIMEOUTS.store)
 
     def has_failures(self) -> bool:
-        """Whether a rank has failed, or has lost another one."""
+        """Whether a rank has failed, or has lost another one; not known while an earlier query still waits."""
+        if self._store_silent and self._turn.locked():
+            return False
         return self._query(lambda store: self._read(store, self._failures), TIMEOUTS.store) is not None
 
     def report_loss(self, peer: int | None) -> Loss:

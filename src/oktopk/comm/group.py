@@ -27,6 +27,7 @@ from .messages import Closed, LostRank, Messages, Transfer
 from .process_group.gloo_messages import GlooMessages
 from .process_group.limits import group_timeout, raise_file_limit
 from .process_group.sums import GroupSums
+from .tcp.handshake import MOST_UNIDENTIFIED
 from .tcp.meeting import Meeting, key_without_session
 from .transport import CLOSED, INTERRUPTED, PendingSum, format_ranks
 
@@ -156,7 +157,7 @@ class GroupCommunicator(Communicator):
 
     def _connect(self, given: Any, name: str) -> None:
         """Set up the companion, together with all other ranks."""
-        raise_file_limit(2 * (self.world - 1))
+        raise_file_limit(3 * self.world + MOST_UNIDENTIFIED)  # gloo's, ours, and those that are not identified
         store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
         with self.explaining(Operation("barrier", "connecting", control=True), None, self._deadline()):
             own: Any = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=self.timeout))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.selection import is_count
-from ..feedback.buckets import Bucket
+from ..feedback.buckets import MISMATCH, Bucket
 from ..wire.sparse_vector import all_finite
 from .autotune import read_decision
 from .bucket_state import BucketGroup, BucketState
@@ -69,7 +69,7 @@ def read_state(
         counters = {name: saved[name] for name in _COUNTERS}
         for name, value in counters.items():
             if not is_count(value):
-                raise ValueError(f"the checkpoint does not fit: {name} must be an integer from 0, got {value!r}")
+                raise ValueError(f"{MISMATCH}: {name} must be an integer from 0, got {value!r}")
         known = _sizes_in(layout) if sizes is None else sizes
         residuals, velocities = (_memory(saved, name, known) if steps.exchanges else {} for name in _MEMORIES)
         autotune = dict(saved["autotune"])
@@ -95,16 +95,16 @@ def _groups(steps: StepReducer, saved: Mapping[str, Any], states: list[BucketSta
     groups: dict[Bucket, BucketGroup] = {}
     grouped = [place for entry in saved["groups"] for place in entry["buckets"]]
     if not all(is_count(place) and place < len(states) for place in grouped) or len({*grouped}) < len(grouped):
-        raise ValueError(f"the checkpoint does not fit: its groups name the buckets {grouped} of {len(states)}")
+        raise ValueError(f"{MISMATCH}: its groups name the buckets {grouped} of {len(states)}")
     for entry in saved["groups"]:
         if not entry["buckets"]:
-            raise ValueError("the checkpoint does not fit: it has a group without buckets")
+            raise ValueError(f"{MISMATCH}: it has a group without buckets")
         group = BucketGroup(
             tuple(states[place] for place in entry["buckets"]), algorithm.unpack_state(entry["tracking"])
         )
         problem = group.tracking is not None and algorithm.state_problem(group.tracking, group.size)
         if problem:
-            raise ValueError(f"checkpoint does not match the model: {problem}")
+            raise ValueError(f"{MISMATCH}: {problem}")
         groups[group.members[0].bucket] = group
     return groups
 
@@ -117,7 +117,7 @@ def _memory(saved: Mapping[str, Any], memory: str, sizes: Mapping[str, int]) -> 
     """The residuals or velocities by parameter: dense, floating-point, finite, and of the parameters' sizes."""
     parts = dict(saved[memory])
     for name, part in parts.items():
-        what = f"the checkpoint does not fit: the {memory} of {name}"
+        what = f"{MISMATCH}: the {memory} of {name}"
         if not isinstance(part, Tensor) or part.layout is not torch.strided or not part.is_floating_point():
             raise ValueError(f"{what} are not a dense floating-point tensor")
         if part.numel() != sizes.get(name, part.numel()):
@@ -134,9 +134,9 @@ def saved_layout(saved: Mapping[str, Any]) -> tuple[Bucket, ...]:
     names = [name for bucket in layout for name in bucket.names]
     for bucket in layout:
         if not bucket.names or len(bucket.names) != len(bucket.sizes) or not all(map(is_count, bucket.sizes)):
-            raise ValueError(f"the checkpoint does not fit: a bucket of {bucket.names} with sizes {bucket.sizes}")
+            raise ValueError(f"{MISMATCH}: a bucket of {bucket.names} with sizes {bucket.sizes}")
     if not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
-        raise ValueError("the checkpoint does not fit: its buckets must name every parameter once")
+        raise ValueError(f"{MISMATCH}: its buckets must name every parameter once")
     return layout
 
 
@@ -227,7 +227,7 @@ def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> 
         raise ValueError(f"redistribute needs the states of {expected}, got those of {sorted(seen)}")
     per_host = first.get("ranks_per_host") or 1
     if not is_count(per_host) or first["world"] % per_host:
-        raise ValueError(f"the checkpoint does not fit: ranks_per_host={per_host!r} of {first['world']} ranks")
+        raise ValueError(f"{MISMATCH}: ranks_per_host={per_host!r} of {first['world']} ranks")
     holders = first["world"] // per_host
     shared = {
         memory: {name: (total / holders).float() for name, total in parts.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 DEFAULT_BUCKET_MB = 25.0
+MISMATCH = "checkpoint does not match the model"
 BucketPlan = str | float | Sequence[Sequence[str]]
 """How to form buckets: "model" (one bucket), a size in MB, or the parameter names of each bucket."""
 
@@ -150,4 +151,4 @@ def layout_mismatch(saved: Iterable[Bucket], now: Mapping[str, int]) -> str | No
         for title, names in differences.items()
         if names
     ]
-    return f"checkpoint does not match the model: {'; '.join(parts)}" if parts else None
+    return f"{MISMATCH}: {'; '.join(parts)}" if parts else None

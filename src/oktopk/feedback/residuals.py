@@ -54,7 +54,10 @@ class ResidualStore:
                 flat[place].copy_(known)
             self._by_name[name] = flat[place]
         moved = set(bucket.names)
-        self._flat = {old: memory for old, memory in self._flat.items() if moved.isdisjoint(old.names)}
+        for old in [old for old in self._flat if not moved.isdisjoint(old.names)]:
+            del self._flat[old]
+            for name in set(old.names) - moved:  # a view would keep all of the old memory
+                self._by_name[name] = self._by_name[name].clone()
         self._flat[bucket] = flat
 
     def state_dict(self) -> dict[str, Tensor]:

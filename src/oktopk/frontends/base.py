@@ -46,13 +46,13 @@ class FrontEnd:
 
     @property
     def last(self) -> StepEvent | None:
-        """The metrics of the last step; None before the first one."""
-        return self._engine.last
+        """The metrics of the last step; None before the first one, also that of a copy."""
+        return None if self._held is None else self._held.last
 
     @property
     def skipped(self) -> bool:
         """Whether the last step was skipped because a gradient was not finite."""
-        return self._engine.skipped
+        return self._held is not None and self._held.skipped
 
     def set_trainer(self, trainer: Any) -> None:
         """Fill the trainer's lists of metrics from now on, one entry per step.
@@ -71,8 +71,11 @@ class FrontEnd:
         self._engine.add_sink(sink)
 
     def stats(self) -> dict[str, float]:
-        """The present state in figures, for loggers: steps, densities, bytes, seconds of the last step."""
-        return self._engine.stats()
+        """The present state in figures, for loggers: steps, densities, bytes, seconds of the last step.
+
+        There are none of a copy that was not used.
+        """
+        return {} if self._held is None else self._held.stats()
 
     def run(self, job: Callable[[Communicator], T]) -> T:
         """Let all ranks communicate between steps: to save a checkpoint, say.

@@ -103,9 +103,9 @@ class BucketedGradients:
         """Check a state_dict() in full, and change nothing; the function that is returned takes it over."""
         layout = saved_layout(saved)
         # What was saved before it was frozen, or after it was unfrozen, follows in the next step.
-        used = {name for bucket in layout for name in bucket.names}
-        sizes = self._sizes() | {name: p.numel() for name, p in self.parameters.items() if name in used}
-        if layout and (problem := layout_mismatch(layout, sizes)):
+        used = self._sizes().keys() | {name for bucket in layout for name in bucket.names}
+        sizes = {name: p.numel() for name, p in self.parameters.items()}
+        if layout and (problem := layout_mismatch(layout, {name: sizes[name] for name in sizes if name in used})):
             raise ValueError(problem)
         take_over = engine.read_state_dict(saved, sizes)
 
@@ -144,7 +144,7 @@ def _kinds(parameters: Mapping[str, Tensor]) -> dict[str, Hashable]:
 
 
 def name_parameters(
-    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None, strict: bool = True
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
 ) -> dict[str, nn.Parameter]:
     """The optimizer's parameters by name, in the order of the model; without names they are numbered."""
     held = {
@@ -160,7 +160,7 @@ def name_parameters(
         raise ValueError("two parameters have the same name: give names that are unique over all groups")
     unnamed = {name: parameter for parameter, name in held.items() if parameter not in set(named.values())}
     missing = [parameter for parameter in unnamed.values() if parameter.requires_grad]
-    if missing and strict:
+    if missing:
         raise ValueError(
             f"{len(missing)} parameters of the optimizer are not in named_parameters, the first of shape "
             f"{tuple(missing[0].shape)}: pass those of the whole model"

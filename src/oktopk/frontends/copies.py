@@ -38,8 +38,7 @@ class Copied:
             )
         comm = GroupCommunicator.exclusive(timeout=self.timeout)
         with checking_together(comm, owned=True) as terms:
-            terms |= self.settings.terms() | {"step": self.state["step"]}
-        engine = AsyncReducer(self.settings, comm, owns_comm=True, unused_stay=True)
-        with checking_together(comm, owned=True):
+            terms |= self.settings.terms() | {"buckets": self.plan, "step": self.state["step"]}
+            engine = AsyncReducer(self.settings, comm, owns_comm=True, unused_stay=True)
             engine.load_state_dict(self.state)
         return engine

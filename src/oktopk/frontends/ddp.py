@@ -91,6 +91,8 @@ class OkTopkState(FrontEnd):
         self._model: ModelWatch | None = None
         self._guard = OptimizerGuard(lambda: self.skipped)
         self._names: dict[Tensor, str] = {}
+        self._frozen: dict[str, int] = {}
+        """The sizes of parameters that require no gradient, as far as they are known."""
         self._complete = False
         """Whether all parameters are known: by name, or from a first backward pass."""
         self._layout: tuple[Bucket, ...] | None = None
@@ -121,10 +123,12 @@ class OkTopkState(FrontEnd):
             check_supported(model.named_parameters(), model)
             if self._names and any(p not in self._names for p in model.parameters() if p.requires_grad):
                 raise ValueError(_ANOTHER_MODEL)
-            self._name(model.named_parameters())
-            terms |= describe(self._by_name())
-        self._model = ModelWatch(model)
+            if optimizer is not None:
+                check_momentum(self._settings, unwrap(optimizer))
+            terms |= describe({name: p for name, p in model.named_parameters() if p.requires_grad})
         model.register_comm_hook(self, oktopk_hook)
+        self._name(model.named_parameters())
+        self._model = ModelWatch(model)
         if optimizer is not None:
             self.guard(optimizer)
         return self
@@ -146,14 +150,12 @@ class OkTopkState(FrontEnd):
         return self._guard.watch(optimizer)
 
     def _name(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        named = [(name.replace("_orig_mod.", ""), p) for name, p in named_parameters if p.requires_grad]
+        named = [(name.replace("_orig_mod.", ""), p) for name, p in named_parameters]
         prefix = "module." if all(name.startswith("module.") for name, _ in named) else ""
-        self._names = {parameter: name.removeprefix(prefix) for name, parameter in named}
+        self._names = {p: name.removeprefix(prefix) for name, p in named if p.requires_grad}
+        self._frozen = {name.removeprefix(prefix): p.numel() for name, p in named if not p.requires_grad}
         self._known = {}
         self._complete = True
-
-    def _by_name(self) -> dict[str, Tensor]:
-        return {name: parameter for parameter, name in self._names.items()}
 
     # The step, as DDP delivers it: bucket after bucket, in the same order on all ranks.
 
@@ -270,6 +272,7 @@ class OkTopkState(FrontEnd):
             sizes = {name: p.numel() for p, name in self._names.items()}
             if layout and (problem := layout_mismatch(layout, sizes)):
                 raise ValueError(problem)
+            sizes |= self._frozen
         self._engine.load_state_dict(state_dict, sizes)
         self._resumed, self._layout = True, None
         self._guard.reset()

@@ -251,19 +251,28 @@ class DistributedOptimizer(FrontEnd, Optimizer):
             self._expect()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Parameters that join later are reduced in buckets of their own."""
+        """Parameters that join later are reduced in buckets of their own. What one rank refuses, none adds."""
         if not hasattr(self, "_engine"):  # while Optimizer.__init__ runs
             super().add_param_group(param_group)
             return
         if self._under_way:
             raise RuntimeError("gradients are being averaged: add parameters after step()")
+        groups = self.inner.param_groups
+        number = len(groups)
         with self._engine.uninterrupted():
-            self.inner.add_param_group(param_group)
-            self._link()
-            every = name_parameters(self.inner, ((name, p) for name, p in self._named.items()), strict=False)
-            new = {name: parameter for name, parameter in every.items() if name not in self._named}
-            check_supported(new.items())
-            self._engine.drain()
+            try:
+                with self._engine.checking_together() as terms:
+                    self.inner.add_param_group(param_group)  # which checks, too
+                    check_momentum(self._engine.settings, self.inner)
+                    new = {f"group{number}.{j}": p for j, p in enumerate(groups[-1]["params"])}
+                    for name in new.keys() & self._named.keys():
+                        raise ValueError(f"the optimizer has a parameter {name} already: rename that one")
+                    check_supported(new.items())
+                    needed = [name for name, p in new.items() if p.requires_grad]
+                    terms |= describe(new) | {"parameters that require a gradient": needed}
+            except Exception:
+                del groups[number:]
+                raise
             self._gradients.extend(new)
             self._named |= new
             self._known |= {id(parameter) for parameter in new.values()}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -82,6 +85,42 @@ def test_fifty_silent_connections_do_not_delay_the_start() -> None:
 def test_the_oldest_unidentified_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "MOST_UNIDENTIFIED", 0)
     assert meet_among_strangers([b""] * 50) < 2
+
+
+class FewFiles(socket.socket):
+    """A listener in a process that may open three more files."""
+
+    def __init__(self, like: socket.socket, code: int) -> None:
+        super().__init__(fileno=like.detach())
+        self.code, self.links, self.refused = code, [], 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if sum(link.fileno() >= 0 for link in self.links) >= 3:
+            self.refused += 1
+            raise OSError(self.code, os.strerror(self.code))
+        self.links.append(super().accept()[0])
+        return self.links[-1], None
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_strangers_make_room_when_there_are_no_files_left(code: int) -> None:
+    few = FewFiles(listeners(1)[0], code)
+    there = [few, *listeners(1)]
+    endpoints = [advertise(listener) for listener in there]
+    with strangers(endpoints[0], [b""] * 20), ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(join, rank, there[rank], endpoints) for rank in range(2)]
+        close([rank.result() for rank in ranks])
+    assert few.refused
+
+
+def test_a_rank_without_files_for_anybody_fails() -> None:
+    few = FewFiles(listeners(1)[0], errno.EMFILE)
+    few.links = listeners(3)
+    endpoints = [advertise(few), ("127.0.0.1", 9)]
+    with strangers(endpoints[0], [b""]), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        join(0, few, endpoints)
+    for link in few.links:
+        link.close()
 
 
 def test_a_rank_that_was_turned_away_calls_again() -> None:

@@ -126,11 +126,16 @@ class Handshake:
             raise self._describe(peer, OSError(code, os.strerror(code)))
 
     def _accept(self, listener: socket.socket) -> None:
+        strangers = [one for one in self._open.values() if one.peer is None]
         try:
             link = listener.accept()[0]
         except (BlockingIOError, ConnectionError):  # whoever it was has hung up already
             return
-        strangers = [one for one in self._open.values() if one.peer is None]
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not strangers:
+                raise
+            self._close(strangers[0])  # whoever calls is still there in the next round
+            return
         if len(strangers) >= MOST_UNIDENTIFIED + len(self._endpoints):
             self._close(strangers[0])
         self._begin(link, self._answer(link), time.monotonic() + TIMEOUTS.handshake, None)

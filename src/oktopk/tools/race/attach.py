@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -146,12 +147,19 @@ def compiles(contender: Contender) -> bool:
     return contender.kind == OURS
 
 
-def rehearse(contender: Contender, sizes: list[int]) -> None:
-    """Let all kernels compile before the clock starts: a few steps of a stand-in with parameters of these sizes.
+def rehearse(contender: Contender, network: nn.Module) -> None:
+    """Let all kernels compile before the clock starts: a few steps of a copy with random gradients.
 
-    Sizes and settings are those of the race, because they decide which kernels and index codes are used.
+    Parameters, their names and settings are those of the race, because they decide which kernels and index codes
+    are used.
     """
-    stand_in = _StandIn(sizes)
+    stand_in = copy.deepcopy(network)
+    trained = [p for p in stand_in.parameters() if p.requires_grad]
+
+    def forward(random: torch.Generator) -> torch.Tensor:
+        return torch.stack([(p * torch.randn(p.shape, generator=random)).sum() for p in trained]).sum()
+
+    stand_in.forward = forward
     optimizer = SGD(stand_in.parameters(), lr=0.0)
     options = {**contender.options, "ramp_steps": 0, "auto": False}
     attached = attach(replace(contender, warmup_steps=1, options=options), stand_in, optimizer)
@@ -163,15 +171,3 @@ def rehearse(contender: Contender, sizes: list[int]) -> None:
             optimizer.step()
     finally:
         attached.close()
-
-
-class _StandIn(nn.Module):
-    """Parameters with random gradients."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
-
-    def forward(self, random: torch.Generator) -> torch.Tensor:
-        terms = [(part * torch.randn(part.shape, generator=random)).sum() for part in self.parts]
-        return torch.stack(terms).sum()

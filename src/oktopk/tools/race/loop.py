@@ -100,7 +100,7 @@ class CellLoop:
         if compiles(self.contender):
             if must_compile():
                 self._say(COMPILING)
-            rehearse(self.contender, [p.numel() for p in self.network.parameters() if p.requires_grad])
+            rehearse(self.contender, self.network)
         self.attached = attach(self.contender, self.network, self.optimizer)
         self._buffers = BufferBackup(self.network)
         identity = ModelIdentity.of(self.config.dnn, self.network)
