@@ -138,7 +138,7 @@ def log_validation(epoch: int, figures: Mapping[str, float], shown: Sequence[str
         log.info("  %s", line)
 
 
-_MEANINGS = """\
+EXPLANATIONS = """\
 exposed: the step waited for it after backward; hidden: it ran during backward and cost no time
 compression ratio: n/k, of entries; of a dense step's bytes: what was sent, against a ring of fp32
 target density: what the steps aimed at, which is above the one asked for while it still falls (--ramp-steps)
@@ -180,4 +180,4 @@ def format_summary(phases: Mapping[str, Mapping[str, Any]], plan: Plan) -> str:
         cells = [shown[phase][key] for phase in names]
         texts = ["–" if cell is None else form.format(factor * cell) for cell in cells]
         lines.append(f"{label:<31}" + "".join(f"{text:>15}" for text in texts))
-    return "\n".join([*lines, _MEANINGS])
+    return "\n".join([*lines, EXPLANATIONS])

@@ -28,7 +28,7 @@ def must_compile() -> bool:
     from oktopk.kernels.cpu import selection, vector
 
     source = max(Path(str(module.__file__)).stat().st_mtime for module in (selection, vector))
-    cache = Path(selection.select_one.stats.cache_path)
+    cache = Path(str(selection.select_one.stats.cache_path))
     return not any(index.stat().st_mtime >= source for index in cache.glob("selection.*.nbi"))
 
 

@@ -70,10 +70,7 @@ def whole_steps(question: Question, answers: Sequence[Answer]) -> list[dict[str,
         if one.ranks > 1:
             against: dict[str, Any] = {"dense_over_it": None, "crossover": None, "faster": None}
             if other is not None and one.algorithm != DENSE:
-                against: dict[str, Any] = {
-                    "dense_over_it": other.at(rate) / cost.at(rate),
-                    **crossover_figures(other, cost),
-                }
+                against = {"dense_over_it": other.at(rate) / cost.at(rate), **crossover_figures(other, cost)}
             found.append({"ranks": one.ranks, "algorithm": one.algorithm, "seconds": cost.at(rate), **against})
     return found
 

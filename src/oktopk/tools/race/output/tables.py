@@ -13,7 +13,7 @@ from oktopk.tools.crossover import format_rate
 from oktopk.tools.tables import format_table
 
 from ..contenders import parse_contender
-from ..spec import LOOPBACK
+from ..spec import LOOPBACK, RaceError
 from ..summary import COMPOSED
 
 Document = Mapping[str, Any]
@@ -129,7 +129,10 @@ def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The density that each of ours was asked for, and its dense warm-up; their names do not have the defaults."""
     said = []
     for name in dict.fromkeys(row["contender"] for row in rows):
-        settings = parse_contender(name).settings
+        try:
+            settings = parse_contender(name).settings
+        except RaceError:  # the folder of another version: its results are shown all the same
+            continue
         if settings is not None and settings.algorithm.name != DENSE:
             said.append(
                 f"{name}: density asked for {settings.density:g} (n/k {1 / settings.density:.4g}), "
