@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from oktopk.train.config.plan import Plan
-from oktopk.train.console import format_phase, format_summary, log_epoch, log_transition, log_validation
+from oktopk.train.console import (
+    EXPLANATIONS,
+    format_phase,
+    format_summary,
+    log_epoch,
+    log_transition,
+    log_validation,
+)
 from oktopk.train.metrics import REDUCER_COLUMNS, SECONDS, EpochMetrics, PhaseMetrics, RankMetrics, StepMetrics
 
 DENSE = {
@@ -24,6 +31,7 @@ DENSE = {
     "received_bytes": 110_278_272,
     "hidden_share": 0.25,
 }
+PLAN = Plan(14, 10, None, 128, "oktopk", 0.01, 27_569_568, world=2)
 SPARSE = {
     "sparsity": 0.99,
     "compression_ratio": 100.0,
@@ -60,7 +68,7 @@ def epoch(of: PhaseMetrics) -> EpochMetrics:
 
 
 def test_17_an_epoch_has_its_loss_times_memory_and_slowest_rank(caplog: pytest.LogCaptureFixture) -> None:
-    log_epoch(epoch(phases(dense=2, sparse=3)), 0.009901)
+    log_epoch(epoch(phases(dense=2, sparse=3)), 0.009901, PLAN)
     first, second, dense, sparse = caplog.messages
     assert first == "epoch 4: loss 3.0000, 5 steps, 1 of them skipped, 800.0 samples/s, lr 0.01, then 0.009901"
     for part in ("a step: 70 ms", "forward+backward 40 ms", "data 1.5 ms", "exposed communication 10.0 ms"):
@@ -74,18 +82,24 @@ def test_17_an_epoch_has_its_loss_times_memory_and_slowest_rank(caplog: pytest.L
 
 def test_10_a_phase_has_a_line_of_its_own_with_units() -> None:
     rows = phases(dense=2, sparse=3).rows()
-    assert format_phase("dense", rows["dense"]) == (
+    assert format_phase("dense", rows["dense"], PLAN) == (
         "dense: 2 steps, sparsity 0.0000, compression ratio 1.00, communication size 110,278,272 bytes, "
-        "density 1, sent 110.278 MB per rank and step"
+        "density 1, sent 110.278 MB per rank and step, 100 % of a dense step's"
     )
-    assert format_phase("sparse", rows["sparse"]) == (
+    assert format_phase("sparse", rows["sparse"], PLAN) == (
         "sparse: 3 steps, sparsity 0.9900, compression ratio 100.00, communication size 2,205,568 bytes, "
-        "density 0.0101 (target 0.01, result 0.0099), sent 3.308 MB per rank and step"
+        "density 0.0101 (asked for 0.01, target 0.01, result 0.0099), sent 3.308 MB per rank and step, "
+        "3 % of a dense step's"
     )
+
+
+def test_one_rank_has_no_dense_bytes_to_compare_with() -> None:
+    rows = phases(sparse=3).rows()
+    assert "of a dense step" not in format_phase("sparse", rows["sparse"], replace(PLAN, world=1))
 
 
 def test_5_an_epoch_without_steps_is_one_debug_line(caplog: pytest.LogCaptureFixture) -> None:
-    log_epoch(epoch(PhaseMetrics()), 0.01)
+    log_epoch(epoch(PhaseMetrics()), 0.01, PLAN)
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.DEBUG, "epoch 4 has no steps to average")
     ]
@@ -94,19 +108,24 @@ def test_5_an_epoch_without_steps_is_one_debug_line(caplog: pytest.LogCaptureFix
 def test_12_an_epoch_of_skipped_steps_has_no_loss(caplog: pytest.LogCaptureFixture) -> None:
     found = PhaseMetrics()
     found.add(StepMetrics(0, 0, 0.01, "dense", None, 0, skipped=True), DENSE)
-    log_epoch(epoch(found), 0.01)
+    log_epoch(epoch(found), 0.01, PLAN)
     assert caplog.messages[0].startswith("epoch 4: no finite loss, 1 steps, 1 of them skipped")
     assert not any("nan" in message for message in caplog.messages)
 
 
 def test_the_gpus_memory_is_shown_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
-    log_epoch(replace(epoch(phases(dense=2)), gpu_bytes=3 * 10**9), 0.01)
+    log_epoch(replace(epoch(phases(dense=2)), gpu_bytes=3 * 10**9), 0.01, PLAN)
     assert "memory 2.00 GB, 3.00 GB on the GPU; slowest" in caplog.text
 
 
 def test_10_the_transition_names_step_epoch_and_density(caplog: pytest.LogCaptureFixture) -> None:
     log_transition(StepMetrics(128, 9, 0.01, "sparse"), Plan(14, 10, None, 128, "oktopk", 0.01, 1000, 8), 0.009999)
     assert caplog.messages == ["step 128 (epoch 9): the sparse phase starts, oktopk at density 0.01"]
+
+
+def test_10_a_density_that_falls_is_shown_beside_the_one_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    log_transition(StepMetrics(128, 9, 0.01, "sparse"), replace(PLAN, ramp_steps=50), 0.25)
+    assert caplog.messages[0].endswith("oktopk at density 0.01; it falls from 0.25 over 50 steps")
 
 
 def test_14_a_validation_shows_what_the_task_has_measured_and_no_accuracy(
@@ -137,9 +156,15 @@ def test_5_a_validation_never_shows_nan(
 
 
 def table(of: PhaseMetrics) -> dict[str, list[str]]:
-    text = format_summary(of.rows())
-    assert len({len(line) for line in text.splitlines()}) == 1
-    return {line[:31].strip(): line[31:].split() for line in text.splitlines()}
+    rows = format_summary(of.rows(), PLAN).splitlines()[: -len(EXPLANATIONS.splitlines())]
+    assert len({len(line) for line in rows}) == 1
+    return {line[:31].strip(): line[31:].split() for line in rows}
+
+
+def test_words_that_need_it_are_explained_below_the_table() -> None:
+    below = format_summary(phases(sparse=1).rows(), PLAN).splitlines()[-4:]
+    assert [line.partition(":")[0] for line in below[:3]] == ["exposed", "compression ratio", "target density"]
+    assert "hidden: it ran during backward" in below[0]
 
 
 def test_the_table_at_the_end_has_the_phases_side_by_side() -> None:
@@ -154,6 +179,8 @@ def test_the_table_at_the_end_has_the_phases_side_by_side() -> None:
         "compression ratio": ["1.00", "100.00"],
         "communication size, bytes": ["110,278,272", "2,205,568"],
         "sent by rank 0, bytes": ["110,278,272", "3,308,352"],
+        "of a dense step's bytes, %": ["100", "3"],
+        "density asked for": ["1", "0.01"],
         "target density": ["1", "0.01"],
         "density sent": ["1", "0.0101"],
         "density of the result": ["1", "0.0099"],

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from oktopk.train.config.options import OPTIONS, switch
+from oktopk.tools.model_step import OPTIMIZERS
+from oktopk.train.config.options import OPTIONS, ConfigError, switch
 from oktopk.train.config.origins import shipped_configs
+
+from .parsing import parse_seconds
 
 _METAVARS = {"int": "N", "float": "X", "str": "NAME", "Path": "PATH", "switch": "True|False"}
 
@@ -39,3 +42,29 @@ def add_option(group: argparse._ArgumentGroup, name: str, more: str = "") -> Non
 def collect_options(options: argparse.Namespace) -> dict[str, Any]:
     """Collect the trainer's options that the command line has set."""
     return {name: getattr(options, name) for name in OPTIONS if hasattr(options, name)}
+
+
+def add_model_step(parser: argparse.ArgumentParser) -> None:
+    """Add what the time of a step without communication depends on, besides the trainer's options."""
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="with --dnn: time its step with this optimizer (default: the network's own)",
+    )
+    parser.add_argument(
+        "--compute-seconds",
+        type=parse_seconds,
+        metavar="S",
+        help="seconds of your model's step without communication (forward, backward, optimizer), like 0.25 or "
+        "250ms, instead of timing --dnn",
+    )
+
+
+def check_model_step(options: argparse.Namespace, has_model: bool) -> None:
+    """Refuse combinations in which an option would have no effect."""
+    if options.optimizer is None:
+        return
+    if options.compute_seconds is not None:
+        raise ConfigError("--compute-seconds includes the optimizer: remove --optimizer")
+    if not has_model:
+        raise ConfigError("--optimizer needs a network to time: pass --dnn NAME")

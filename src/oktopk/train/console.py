@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from oktopk.metrics.events import StepEvent
+from oktopk.metrics.events import SPARSE, StepEvent
 
 from .config.origins import ResolvedConfig
 from .config.plan import Plan
@@ -77,12 +77,15 @@ def log_start(resolved: ResolvedConfig, launcher: str, task: Task[Any], plan: Pl
 
 def log_transition(metrics: StepMetrics, plan: Plan, density: float) -> None:
     log.info(
-        "step %d (epoch %d): the sparse phase starts, %s at density %.3g",
-        *(metrics.step, metrics.epoch, plan.algorithm, density),
+        "step %d (epoch %d): the sparse phase starts, %s at density %.3g%s",
+        *(metrics.step, metrics.epoch, plan.algorithm, plan.density),
+        f"; it falls from {density:.3g} over {plan.ramp_steps} steps"
+        if density > plan.density and plan.ramp_steps
+        else "",
     )
 
 
-def log_epoch(metrics: EpochMetrics, next_lr: float) -> None:
+def log_epoch(metrics: EpochMetrics, next_lr: float, plan: Plan) -> None:
     if not metrics.steps:
         log.debug("epoch %d has no steps to average", metrics.epoch)
         return
@@ -101,23 +104,30 @@ def log_epoch(metrics: EpochMetrics, next_lr: float) -> None:
         *(metrics.memory_bytes / 1e9, gpu, metrics.slowest_rank, metrics.slowest_ratio),
     )
     for phase, means in metrics.phases.items():
-        log.info("  %s", format_phase(phase, means))
+        log.info("  %s", format_phase(phase, means, plan))
 
 
-def format_phase(phase: str, means: Mapping[str, Any]) -> str:
+def format_phase(phase: str, means: Mapping[str, Any], plan: Plan) -> str:
     """Format the averages over the steps of a phase."""
     if phase == "dense":
         density = "density 1"
     else:
         density = (
-            f"density {means['local_density']:.4g} (target {means['target_density']:.4g}, "
-            f"result {means['global_density']:.4g})"
+            f"density {means['local_density']:.4g} (asked for {plan.density:g}, target "
+            f"{means['target_density']:.4g}, result {means['global_density']:.4g})"
         )
+    share = _of_dense(means, plan)
+    against = "" if share is None else f", {100 * share:.3g} % of a dense step's"
     return (
         f"{phase}: {means['steps']} steps, sparsity {means['sparsity']:.4f}, compression ratio "
         f"{means['compression_ratio']:.2f}, communication size {means['payload_bytes']:,.0f} bytes, {density}, "
-        f"sent {means['sent_bytes'] / 1e6:.3f} MB per rank and step"
+        f"sent {means['sent_bytes'] / 1e6:.3f} MB per rank and step{against}"
     )
+
+
+def _of_dense(means: Mapping[str, Any], plan: Plan) -> float | None:
+    """Bytes that were sent, as a share of those of a dense step; None if that sends nothing."""
+    return means["sent_bytes"] / plan.dense_bytes if plan.dense_bytes else None
 
 
 def log_validation(epoch: int, figures: Mapping[str, float], shown: Sequence[str]) -> None:
@@ -128,8 +138,15 @@ def log_validation(epoch: int, figures: Mapping[str, float], shown: Sequence[str
         log.info("  %s", line)
 
 
-def format_summary(phases: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format the phases of a run side by side."""
+EXPLANATIONS = """\
+exposed: the step waited for it after backward; hidden: it ran during backward and cost no time
+compression ratio: n/k, of entries; of a dense step's bytes: what was sent, against a ring of fp32
+target density: what the steps aimed at, which is above the one asked for while it still falls (--ramp-steps)
+kernels are compiled before the first step, so that no time contains it"""
+
+
+def format_summary(phases: Mapping[str, Mapping[str, Any]], plan: Plan) -> str:
+    """Format the phases of a run side by side, and explain them."""
     rows = (
         ("steps", "steps", "{:.0f}", 1.0),
         ("skipped steps", "skipped", "{:.0f}", 1.0),
@@ -143,14 +160,24 @@ def format_summary(phases: Mapping[str, Mapping[str, Any]]) -> str:
         ("compression ratio", "compression_ratio", "{:.2f}", 1.0),
         ("communication size, bytes", "payload_bytes", "{:,.0f}", 1.0),
         ("sent by rank 0, bytes", "sent_bytes", "{:,.0f}", 1.0),
+        ("of a dense step's bytes, %", "of_dense", "{:.3g}", 100.0),
+        ("density asked for", "asked_density", "{:.4g}", 1.0),
         ("target density", "target_density", "{:.4g}", 1.0),
         ("density sent", "local_density", "{:.4g}", 1.0),
         ("density of the result", "global_density", "{:.4g}", 1.0),
     )
     names = [phase for phase in ("dense", "sparse") if phase in phases]
+    shown = {
+        phase: {
+            **phases[phase],
+            "of_dense": _of_dense(phases[phase], plan),
+            "asked_density": plan.density if phase == SPARSE else 1.0,
+        }
+        for phase in names
+    }
     lines = [f"{'mean per step':<31}" + "".join(f"{phase:>15}" for phase in names)]
     for label, key, form, factor in rows:
-        cells = [phases[phase][key] for phase in names]
+        cells = [shown[phase][key] for phase in names]
         texts = ["–" if cell is None else form.format(factor * cell) for cell in cells]
         lines.append(f"{label:<31}" + "".join(f"{text:>15}" for text in texts))
-    return "\n".join(lines)
+    return "\n".join([*lines, EXPLANATIONS])

@@ -217,7 +217,7 @@ class Trainer:
         metrics = EpochMetrics.of(epoch, self._lr_at(epoch, self.done.in_epoch - 1), self.in_epoch, ranks)
         self.folder.record("epoch", self.done.step, asdict(metrics))
         if self._is_rank0:
-            log_epoch(metrics, self._lr_at(epoch + 1, 0))
+            log_epoch(metrics, self._lr_at(epoch + 1, 0), self.plan)
 
     @torch.no_grad()
     def validate(self, epoch: int) -> None:

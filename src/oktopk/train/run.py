@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from .console import format_summary, log_start
 from .data.problems import DataError
 from .launch import RankInfo, connect
 from .loop import Trainer
+from .rehearsal import COMPILING, must_compile, rehearse
 from .run_folder import RunFolder, check_folder, new_name
 from .stop import Stop
 from .tasks import Task
@@ -80,6 +82,8 @@ def _fit(
     config = resolved.config
     identity = ModelIdentity.of(config.dnn, task.model)
     checkpoints = Checkpoints(folder.checkpoints, identity, config.keep)
+    if plan.sparse_steps:
+        _compile_kernels(config, next(task.model.parameters()).device, comm.rank == 0)
     with _make_optimizer(config, task.model, comm) as optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
@@ -97,7 +101,7 @@ def _fit(
         folder.write_result(result)
     if comm.rank == 0:
         if ended_by is None:
-            log.info("finished; averages per phase:\n%s", format_summary(result["phases"]))
+            log.info("finished; averages per phase:\n%s", format_summary(result["phases"], plan))
             log.info("the run is in %s", folder.path)
         else:
             command = f"oktopk train --resume {folder.path}"
@@ -183,6 +187,23 @@ def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -
         max_skipped=config.max_skipped,
         ranks_per_host=config.ranks_per_host,
     )
+
+
+def _compile_kernels(config: TrainConfig, device: torch.device, is_rank0: bool) -> None:
+    """Compile what the run needs before its first step; it is announced if that will take long."""
+    if is_rank0 and must_compile():
+        log.info("%s", COMPILING)
+    names = (
+        *("compressor", "density", "values", "tau", "tau_prime", "fusion_entries", "norm_clip"),
+        *("dnn", "momentum", "momentum_correction", "weight_decay"),
+    )
+    sparse = TrainConfig(**{name: getattr(config, name) for name in names}, warmup_steps=0)
+    _rehearse_once(sparse, device)
+
+
+@cache
+def _rehearse_once(config: TrainConfig, device: torch.device) -> None:
+    rehearse(lambda model, comm: _make_optimizer(config, model, comm), device)
 
 
 def _make_algorithm(config: TrainConfig) -> Algorithm:

@@ -73,6 +73,8 @@ def train(folder: Path, counted: dict[Operation, Traffic]) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def pause(_: runs.Regression, batch: runs.Batch) -> None:
+        if batch.step == 0:
+            counted.clear()  # of the rehearsal, between threads of this process
         if batch.step in PAUSES:
             dump(counted, metered_file(folder, rank, batch.step))
             assert wait_until((folder / f"go-{batch.step}").exists, PATIENCE)

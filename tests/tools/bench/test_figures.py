@@ -147,10 +147,23 @@ def test_the_table() -> None:
     lines = [line.split("  ") for line in text(list(found().values())).splitlines()]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert cells[0][:4] == ["link", "contender", "step ms", "best ms"]
-    assert cells[2] == ["1gbit", "ddp", "42,000", "12,000", "1", "41,500", "3,000", "0.001 (link)", "–", "–"]
-    assert cells[3][-3:] == ["0.0006", "4,000", "25 %"]
-    assert cells[4][-3] == "0.0006 (model)"
-    assert [line[0].split(":")[0] for line in cells[5:]] == ["(model)", "(link)"]
+    assert cells[2] == [
+        "1gbit",
+        "ddp",
+        "42,000",
+        "12,000",
+        "1",
+        "41,500",
+        "3,000",
+        "0.001 (link)",
+        "244 %",
+        "–",
+        "–",
+    ]
+    assert cells[3][-4:] == ["0.0006", "146 %", "4,000", "25 %"]
+    assert cells[4][-4:-2] == ["0.0006 (model)", "146 %"]
+    notes = ["(model)", "(link)", "exposed", "of dense", "density asked for"]
+    assert [line[0].split(":")[0] for line in cells[5:]] == notes
     assert "(link)" not in text(list(found(None, None).values()))
     assert text(list(found(None, None).values())).splitlines()[1].split()[0] == "loopback"
 

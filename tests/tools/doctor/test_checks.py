@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from oktopk.tools.doctor import (
     run_checks,
 )
 from oktopk.tools.doctor.kernels import find_differences
+from oktopk.tools.doctor.prediction import predict_steps
+from oktopk.tools.model_step import ModelStep
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "oktopk": "0.1.0", "numpy": "2.4.6", "numba": "0.68.1"}
 MPICH = {"mpi4py": "4.1.2", "library": "MPICH 5.0.2", "built_for": "MPICH 5.0.2", "abi": "18:2:6", "size": None}
@@ -167,38 +170,69 @@ def time_steps(dense: float, fastest: float, entries: int = 1000, spread: float 
     }
 
 
+def timed(size: int, ways: dict[str, Any], step: ModelStep | None = None, **asked: Any) -> World:
+    """A world that has measured these ways, and predicted whole steps."""
+    before = world(size, asked={"params": 1000, **asked})
+    predicted = predict_steps(before.request, step, ways["ways"], before.measured["links"])
+    found = {"ways": ways, "step": step and asdict(step), "prediction": predicted}
+    return world(size, asked={"params": 1000, **asked}, measured=found)
+
+
 def test_compression_that_pays_comes_with_settings() -> None:
-    asked = {"params": 1000, "density": 0.02}
-    finding = found("compression", world(3, asked=asked, measured={"ways": time_steps(0.5, 0.1)}))
+    finding = found("compression", timed(3, time_steps(0.5, 0.1), density=0.02))
     assert finding.level == OK
-    assert "faster: a dense step takes about 500 ms, oktopk fp16 at 0.02 100 ms, 5.0 times faster" in finding.found
+    head, adds, without, *lines = finding.found.splitlines()
+    assert head == (
+        "pays: the exchange of a step takes about 500 ms dense, 100 ms with oktopk fp16 at density 0.02: "
+        "5 times faster"
+    )
+    assert adds == (
+        "dense adds 500 ms at this link (8 Gbit/s), oktopk fp16 adds 100 ms: pays; crossover rate B* > 8 Gbit/s"
+    )
+    assert "--compute-seconds" in without
     assert "scaled" not in finding.found
-    assert [line.endswith("8 MB sent by a rank (ring)") for line in finding.found.splitlines()[1:]] == [
-        True,
-        False,
-        False,
-    ]
+    assert [line.endswith("8 MB sent by a rank (ring)") for line in lines] == [True, False, False]
     # three ranks share eight cores
     assert finding.advice == 'settings: density=0.02, values="fp16", OMP_NUM_THREADS=2'
 
 
 def test_a_busy_machine_is_told_of() -> None:
-    steady, busy = (
-        found(
-            "compression", world(3, asked={"params": 1000}, measured={"ways": time_steps(0.5, 0.1, spread=spread)})
-        )
-        for spread in (1.1, 3.0)
-    )
+    steady, busy = (found("compression", timed(3, time_steps(0.5, 0.1, spread=spread))) for spread in (1.1, 3.0))
     assert "idle" not in steady.found
     assert "up to 3.0 times longer" in busy.found
 
 
 def test_compression_that_does_not_pay_says_to_leave_auto_on() -> None:
-    finding = found("compression", world(2, asked={"params": 4000}, measured={"ways": time_steps(0.5, 0.49)}))
+    finding = found("compression", timed(2, time_steps(0.5, 0.49), params=4000))
     assert finding.level == WARNING
-    assert "not faster here" in finding.found
+    assert finding.found.startswith("does not pay")
     assert "measured on 1,000 of 4,000 entries, and scaled" in finding.found
     assert "auto" in str(finding.advice)
+
+
+def test_the_step_of_the_model_counts_and_its_backward_hides() -> None:
+    """Five times faster in the exchange is next to nothing in a long step, and not all of it at a slow link."""
+    ways = time_steps(0.5, 0.1)
+    for way in ways["ways"][1:]:
+        way["sent_bytes"] = 8e4
+    long = ModelStep("gpt, AdamW, batch 16", 30.0, 60.0, 10.0)
+    finding = found("compression", timed(2, ways, long))
+    assert finding.level == WARNING
+    assert finding.found.startswith("does not pay: a step takes about 100500 ms dense")
+    assert "step without communication 100000 ms (gpt, AdamW, batch 16: forward 30000 ms" in finding.found
+    slow = found("compression", timed(2, ways, ModelStep.given(1.0), link=1e6))
+    assert slow.level == OK
+    # 64 s on the link at 1 Mbit/s; one bucket waits for the end of backward, so that nothing of it is hidden
+    assert "dense adds 64492 ms at 1 Mbit/s, oktopk fp16 adds 740 ms: pays" in slow.found
+
+
+def test_a_crossover_below_the_measured_link_is_named() -> None:
+    """Sparse costs 0.1 s more to compute, and sends 7.92 MB less: B* is where these take 0.1 s."""
+    ways = time_steps(0.008, 0.10808)
+    ways["ways"][2]["sent_bytes"] = 8e4
+    finding = found("compression", timed(2, ways))
+    assert finding.level == WARNING
+    assert f"B* = {8 * 7.92 / 0.108:.3g} Mbit/s" in finding.found
 
 
 def test_one_rank_hears_how_to_start_more() -> None:

@@ -83,7 +83,6 @@ def test_a_race_of_every_kind_of_contender(tmp_path: Path, capsys: pytest.Captur
     assert trials["accumulate:2"]["curve"][1]["metrics"] != trials["ddp"]["curve"][1]["metrics"]
     assert rows[OURS]["of_dense"] < rows["ddp"]["of_dense"] == pytest.approx(1.0)
     assert rows["powersgd:1:start=3"]["of_dense"] < 0.9
-    assert "compiling kernels" in said.err
     assert {path.name for path in tmp_path.iterdir()} >= {"race.json", "race.csv", "race.html", "race.svg"}
 
 

@@ -81,9 +81,18 @@ def test_item_1_bytes_of_a_step() -> None:
 
 
 def test_one_rank_alone_has_no_bound_to_keep() -> None:
-    dense, sparse = plan(world=1).volume()
+    dense, sparse, alone = plan(world=1).volume()
     assert dense == "a dense step: 110,278,272 bytes of gradient; a single rank sends nothing"
     assert sparse == "a sparse step at density 0.01: 2,205,568 bytes for 275,696 entries"
+    assert "one rank: there is nothing to exchange and nothing to compress" in alone
+    assert len(plan(world=1, algorithm="dense").volume()) == 1
+    assert not any("one rank" in line for line in plan(world=2).volume())
+
+
+def test_a_dense_step_sends_what_a_ring_sends() -> None:
+    assert plan(world=2, parameters=1000).dense_bytes == 4000
+    assert plan(world=8, parameters=1000, ranks_per_host=4).dense_bytes == 4000
+    assert plan(world=1).dense_bytes == 0
 
 
 def test_a_ramp_is_told() -> None:

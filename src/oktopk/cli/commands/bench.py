@@ -1,6 +1,7 @@
 """Time every algorithm and PyTorch's own gradient averaging on the same gradients.
 
-The table shows step time, CPU time, bytes sent, and how much of the exchange overlaps with backward.
+The table shows step time, CPU time, bytes sent, also against a dense ring, and how much of the exchange is hidden
+(ran during backward) and exposed (the step waited for it after backward).
 
     oktopk bench --ranks 2                                         processes on this machine, no rate limit
     oktopk bench --ranks 4 --link none,1gbit,100mbit               hosts in network namespaces
@@ -26,7 +27,7 @@ import torch
 
 from oktopk.errors import OkTopkError
 from oktopk.tools.bench.launch import NO_LIMIT, measure
-from oktopk.tools.bench.names import CONTENDERS, VARIANTS, BenchError, add_link_limits
+from oktopk.tools.bench.names import CONTENDERS, VARIANTS, BenchError, add_link_limits, parse_contender
 from oktopk.tools.bench.plan import Plan, free_memory
 from oktopk.tools.bench.plot import draw
 from oktopk.tools.bench.records import Record
@@ -34,6 +35,7 @@ from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
 from oktopk.tools.lab import enter_user_namespace, lab_problem, parse_rate
 from oktopk.tools.plotting import figure_problem
+from oktopk.train.rehearsal import COMPILING, must_compile
 from oktopk.utils.signals import interrupted_code
 from oktopk.wire.message import VALUE_CODES
 
@@ -103,6 +105,10 @@ def run(options: argparse.Namespace) -> int:
         plan, links = _plan(options)
         if not links:
             print(NO_LINK, file=sys.stderr)
+        if plan.ranks == 1:
+            print("one rank: there is nothing to exchange, only the work of compression is timed", file=sys.stderr)
+        if must_compile() and any(parse_contender(name) for name in plan.names):
+            print(f"{COMPILING}; not timed", file=sys.stderr)
         for found in measure(plan, links):
             records += found
     except (OkTopkError, OSError) as error:

@@ -1,10 +1,15 @@
 """Check this machine, or all ranks of a job: can it train, how fast are its links, is sparse faster than dense?
 
     oktopk doctor                                                        check this machine
-    oktopk doctor --ranks 2 --params 25M --density 0.01                  time sparse against dense on two ranks
+    oktopk doctor --ranks 2 --dnn gpt --optimizer adamw --link 100mbit   does it pay for this model, at this rate?
+    oktopk doctor --ranks 2 --params 25M --compute-seconds 0.25          … for a model of your own
     torchrun --nproc-per-node 4 -m oktopk doctor --dnn lstman4 --data-dir audio_data --nworkers 4
                                                                          what a job would use, before it starts
     mpirun -np 2 oktopk doctor                                           the same under MPI
+
+With --dnn or --params, the last check says whether compression pays here: the time of a step without
+communication, what dense and sparse averaging add to it, and B*, the rate of the links below which sparse is
+faster. It compares steps; oktopk race compares the time to the same quality.
 
 Each check prints one line: ok, warning or problem, what it found, and what to do about it. The exit code is 1 if
 there is a problem, else 0, on every rank.
@@ -27,7 +32,6 @@ from oktopk.tools.doctor import (
     CHECKS,
     PROBLEM,
     WARNING,
-    Data,
     Finding,
     Request,
     World,
@@ -37,15 +41,17 @@ from oktopk.tools.doctor import (
     format_findings,
     run_checks,
 )
+from oktopk.tools.model_step import ModelStep, time_model_step
+from oktopk.train.building import build_task
 from oktopk.train.config.options import ConfigError, TrainConfig
 from oktopk.train.config.origins import DEFAULT, ResolvedConfig, resolve
 from oktopk.train.launch import STARTED_BY_RANKS, RankInfo, connect, detect_rank, run_ranks
-from oktopk.train.tasks import WORKLOADS, DataSource, Shard
+from oktopk.train.tasks import WORKLOADS, Task
 from oktopk.utils.signals import interrupted_code, raise_on_signal
 
 from ..errors import describe_error, print_error
-from ..options import add_config, add_option, collect_options
-from ..parsing import parse_count
+from ..options import add_config, add_model_step, add_option, check_model_step, collect_options
+from ..parsing import parse_count, parse_link
 
 TIMEOUT = 60.0
 SHOWN = 5
@@ -68,8 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to wait for another rank before giving up (default: 60)",
     )
+    parser.add_argument(
+        "--link",
+        type=parse_link,
+        metavar="RATE",
+        help="predict for links of this rate, like 100mbit (default: the rate that is measured)",
+    )
+    add_model_step(parser)
     group = parser.add_argument_group("options of oktopk train")
-    for name in ("dnn", "dataset", "data_dir", "density", "nworkers", "ranks"):
+    for name in ("dnn", "dataset", "data_dir", "batch_size", "density", "nworkers", "ranks"):
         add_option(group, name)
     add_option(group, "out", ": doctor checks that all ranks can write there")
 
@@ -78,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger("oktopk").addHandler(logging.NullHandler())  # findings report what it warns about
     try:
         resolved, info = _resolve(options), detect_rank(os.environ)
+        check_model_step(options, _has_model(resolved))
         ranks = resolved.config.ranks
         if ranks is not None and info.launcher == "alone":
             return run_ranks(ranks, [sys.executable, "-m", "oktopk", *options.words])
@@ -100,21 +114,27 @@ def _resolve(options: argparse.Namespace) -> ResolvedConfig:
 
 def _examine(options: argparse.Namespace, resolved: ResolvedConfig, info: RankInfo) -> int:
     config = resolved.config
-    request = Request(info.launcher, info.world, config.nworkers, options.params, config.density)
+    request = Request(
+        *(info.launcher, info.world, config.nworkers, options.params, config.density),
+        compute_seconds=options.compute_seconds,
+        link=options.link,
+    )
+    model = _Model(resolved, info, options.optimizer) if _has_model(resolved) else None
     if config.out is not None:
         request = replace(request, out=config.out)
     try:
         with raise_on_signal(signal.SIGTERM):
-            return _report(request, _data(resolved, info), info, config.timeout, options.json)
+            return _report(request, model, info, config.timeout, options.json)
     except KeyboardInterrupt as error:
         return interrupted_code(error)
 
 
-def _report(request: Request, data: Data | None, info: RankInfo, timeout: float, as_json: bool) -> int:
+def _report(request: Request, model: _Model | None, info: RankInfo, timeout: float, as_json: bool) -> int:
     code = None
+    data, time_model = (None, None) if model is None else (model.load, model.time)
     try:
         with connect(info, timeout) as comm:
-            world = examine(comm, request, data)
+            world = examine(comm, request, data, time_model)
             code = _print(world, info, as_json)
             if world.broken is None:
                 comm.all_gather_ints([0], "doctor")  # nobody leaves before rank 0 has printed
@@ -126,15 +146,19 @@ def _report(request: Request, data: Data | None, info: RankInfo, timeout: float,
     return code
 
 
-def _data(resolved: ResolvedConfig, info: RankInfo) -> Data | None:
-    """Return a function that loads data and model as the trainer does; None if neither was requested."""
-    config = resolved.config
-    if config.data_dir is None and resolved.origins["dnn"] == DEFAULT:
-        return None
+def _has_model(resolved: ResolvedConfig) -> bool:
+    return resolved.config.data_dir is not None or resolved.origins["dnn"] != DEFAULT
 
-    def load() -> dict[str, Any]:
-        share = Shard(info.rank, info.world, config.batch_size or 1, config.nsteps_update, config.seed)
-        task = config.workload.build(DataSource(config.data_dir, config.min_seconds), share)
+
+class _Model:
+    """The data and model that the trainer would use on this rank."""
+
+    def __init__(self, resolved: ResolvedConfig, info: RankInfo, optimizer: str | None) -> None:
+        self.config, self.info, self.optimizer = resolved.config, info, optimizer
+        self.task: Task[Any] | None = None
+
+    def load(self) -> dict[str, Any]:
+        task = self.task = build_task(self.config, self.info.rank, self.info.world, self.info.local_rank)
         return {
             "data": task.data,
             "left_out": len(task.problems),
@@ -142,7 +166,9 @@ def _data(resolved: ResolvedConfig, info: RankInfo) -> Data | None:
             "parameters": sum(parameter.numel() for parameter in task.model.parameters()),
         }
 
-    return load
+    def time(self) -> ModelStep:
+        assert self.task is not None  # examine() does not time a model that could not be loaded
+        return time_model_step(self.config, self.task, self.optimizer)
 
 
 def _print(world: World, info: RankInfo, as_json: bool) -> int:

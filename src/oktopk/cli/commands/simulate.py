@@ -3,10 +3,13 @@
     oktopk simulate --ranks 2..1024 --params 25M --density 0.01 --net 10gbit:50us
     oktopk simulate --ranks 2,3,5 --algorithms dense,topka,oktopk --figure simulate.png
     oktopk simulate --ranks 2..64 --calibrate 1gbit
+    oktopk simulate --ranks 2..16 --dnn gpt --optimizer adamw --net 100mbit:50us    does it pay for this model?
+    oktopk simulate --ranks 2..16 --params 25M --compute-seconds 0.25 --net 1gbit:50us    … for one of your own
 
 The real algorithms run on P ranks, as threads of this process, with a smaller tensor. Their messages are recorded,
 scaled to --params, and replayed on the network model. The compute time of a rank is measured on this machine. The
-notes below the table say what is measured and what is modelled.
+second table has whole steps of the model (--dnn or --compute-seconds) and B*, the rate of the links below which an
+algorithm is faster than dense. The notes below say what is measured and what is modelled.
 """
 
 from __future__ import annotations
@@ -25,10 +28,15 @@ from oktopk.errors import OkTopkError
 from oktopk.tools import simulate as tool
 from oktopk.tools.cores import available_cores
 from oktopk.tools.lab import enter_user_namespace, lab_problem, parse_rate
+from oktopk.tools.model_step import ModelStep, time_model_step
 from oktopk.tools.plotting import figure_problem
+from oktopk.train.building import build_task
+from oktopk.train.config.options import ConfigError, TrainConfig
+from oktopk.train.config.origins import resolve
 from oktopk.utils.signals import interrupted_code, raise_on_signal
 
 from ..errors import print_error
+from ..options import add_model_step, add_option, check_model_step, collect_options
 from ..parsing import parse_count, split_list
 
 MOST = 1024
@@ -36,6 +44,7 @@ MOST = 1024
 _MOST_AT_ONCE = 16
 """The limit on processes that measure the cost of a message."""
 _LOOPBACK = "loopback"
+_PARAMS = 25_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of ranks, like 2,3,5; 2..64 means the powers of two (default: 2..64)",
     )
     parser.add_argument(
-        "--params", type=parse_count, default="25M", metavar="N", help="entries of the gradient (default: 25M)"
+        "--params",
+        type=parse_count,
+        metavar="N",
+        help="entries of the gradient (default: the parameters of --dnn, else 25M)",
     )
+    add_model_step(parser)
+    group = parser.add_argument_group("options of oktopk train, to time a network")
+    for name in ("dnn", "data_dir", "batch_size"):
+        add_option(group, name)
     parser.add_argument(
         "--density", default="0.01", metavar="X", help="share of entries that a rank sends (default: 0.01)"
     )
@@ -72,16 +88,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
+        config = _model(options)
         question, ranks_per_core = _question(options)
-    except tool.SimulationError as error:
+    except (tool.SimulationError, ConfigError) as error:
         print_error("simulate", error)
         return 2
     if options.calibrate not in (None, _LOOPBACK):
         enter_user_namespace()
     try:
         with raise_on_signal(signal.SIGTERM):
-            report = _simulate(options, question, ranks_per_core)
-    except (OkTopkError, OSError) as error:
+            report = _simulate(options, _time_model(options, question, config), ranks_per_core)
+    except (OkTopkError, OSError, ImportError) as error:
         print_error("simulate", error)
         return 1
     except KeyboardInterrupt as error:
@@ -89,6 +106,27 @@ def run(options: argparse.Namespace) -> int:
         return interrupted_code(error)
     print(json.dumps(report, indent=2) if options.json else tool.text(report))
     return 0
+
+
+def _model(options: argparse.Namespace) -> TrainConfig | None:
+    """The options of the network to time; None without one."""
+    names = ("dnn", "data_dir", "batch_size")
+    chosen = {name: value for name, value in collect_options(options).items() if name in names}
+    check_model_step(options, "dnn" in chosen)
+    if "dnn" not in chosen and chosen.keys() & {"data_dir", "batch_size"}:
+        raise ConfigError("--data-dir and --batch-size need a network to time: pass --dnn NAME")
+    return resolve(chosen, {}).config if "dnn" in chosen else None
+
+
+def _time_model(options: argparse.Namespace, question: tool.Question, config: TrainConfig | None) -> tool.Question:
+    """Add the step of the model, as given or timed in this process, and its parameters unless given."""
+    step = None if options.compute_seconds is None else ModelStep.given(options.compute_seconds)
+    if config is None:
+        return replace(question, step=step)
+    task = build_task(config, 0, 1)
+    parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    step = step or time_model_step(config, task, options.optimizer)
+    return replace(question, size=options.params or parameters, step=step)
 
 
 def _simulate(options: argparse.Namespace, question: tool.Question, ranks_per_core: int) -> dict[str, Any]:
@@ -152,7 +190,7 @@ def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
             raise tool.SimulationError(f"unknown algorithm {name!r}: choose from {', '.join(ALGORITHMS)}")
     if options.figure and (problem := figure_problem(options.figure)):
         raise tool.SimulationError(problem)
-    size, density = options.params, _number("--density", options.density, float)
+    size, density = options.params or _PARAMS, _number("--density", options.density, float)
     if not 0 < density <= 1:
         raise tool.SimulationError(f"--density must be in (0, 1], got {options.density}")
     if size * density < 1:

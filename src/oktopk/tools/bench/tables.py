@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from oktopk.algorithms.volume import WORD_BYTES, ring_words
 from oktopk.tools.tables import format_table
 
 from .records import INTERFACE, MODELLED, Record
 
 _HEAD = (
     *("link", "contender", "step ms", "best ms", "ddp / it", "above backward ms", "CPU ms"),
-    *("MB sent", "exposed ms", "hidden"),
+    *("MB sent", "of dense", "exposed ms", "hidden"),
 )
 _LIMITS = ("limits ms", "above / limits")
 _HOST = "MB over the host's link"
@@ -19,6 +20,10 @@ _MEANINGS = {
     MODELLED: "(model): bytes that the algorithm must send; the library's collective does not report its own",
     INTERFACE: "(link): bytes counted by the host's interface, with headers and acknowledgements",
 }
+
+_EXPLANATIONS = """\
+exposed: the step waited for it after backward; hidden: the share of the exchange that ran during backward
+of dense: bytes that a rank sent, against a ring of fp32 (2n(P-1)/P words)"""
 
 
 def text(records: Sequence[Record]) -> str:
@@ -33,6 +38,9 @@ def text(records: Sequence[Record]) -> str:
     shown = [format_table(head, rows)]
     sources = {record["sent_bytes_source"] for record in records}
     shown += [meaning for source, meaning in _MEANINGS.items() if source in sources]
+    if any(record["exposed_seconds"] is not None for record in records):
+        shown.append(_EXPLANATIONS)
+    shown.append(_asked(records[0]))
     return "\n".join(shown)
 
 
@@ -47,9 +55,25 @@ def _row(record: Record) -> list[object]:
         _milliseconds(record["above_backward_seconds"]),
         _milliseconds(record["cpu_seconds"]),
         _megabytes(record),
+        _of_dense(record),
         _milliseconds(record["exposed_seconds"]),
         None if hidden is None else f"{100 * hidden:.0f} %",
     ]
+
+
+def _asked(record: Record) -> str:
+    """What was asked for; the reduction of entries is not that of bytes."""
+    density = record["density"]
+    return (
+        f"density asked for: {density:g}, so that n/k is {1 / density:.4g} in entries; {record['ranks']} "
+        f"rank{'s' * (record['ranks'] > 1)}, {record['params']:,} parameters; kernels compiled in untimed steps"
+    )
+
+
+def _of_dense(record: Record) -> str | None:
+    ring = WORD_BYTES * ring_words(record["params"], record["ranks"])
+    sent = record["sent_bytes"]
+    return None if sent is None or not ring else f"{100 * sent / ring:.3g} %"
 
 
 def _limits(record: Record) -> list[object]:

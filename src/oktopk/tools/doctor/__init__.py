@@ -2,6 +2,7 @@
 
 facts.py, kernels.py, mpi.py     facts about one rank, as plain data
 links.py, step_times.py          what all ranks measure together
+prediction.py                    whole steps of the model at a link, and the rate below which compression wins
 checks.py, speed_checks.py       checks: functions from the World of all facts to one Finding
 examination.py                   gathers facts and measurements from all ranks
 """

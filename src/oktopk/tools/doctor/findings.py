@@ -31,7 +31,8 @@ class Finding:
 @dataclass(frozen=True)
 class Request:
     """What the user asks for. `started` is the number of ranks that the launcher announced, `params` the size of
-    the model.
+    the model, `compute_seconds` the time of its step without communication, and `link` a rate in bits per second
+    to predict for instead of the measured one.
     """
 
     launcher: str = "alone"
@@ -40,6 +41,8 @@ class Request:
     params: int | None = None
     density: float = 0.01
     out: Path = Path("runs")
+    compute_seconds: float | None = None
+    link: float | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from oktopk.tools.crossover import AT_NO_RATE, format_rate
+
 from .findings import OK, WARNING, Finding, World, format_ranks
 from .step_times import DENSE
 
@@ -65,20 +67,67 @@ def compression_speedup(world: World) -> Finding:
     if world.size == 1:
         advice = f"torchrun --nproc-per-node 2 -m oktopk doctor --params {request.params}, or add --ranks 2"
         return Finding(OK, "only one rank: nothing to send", advice)
-    result = world.result("ways")
-    dense, *sparse = result["ways"]
-    best = min(sparse, key=lambda way: way["seconds"])
+    result, step = world.result("ways"), world.result("step")
+    predicted = world.result("prediction")
+    dense, *sparse = _whole_steps(result["ways"], predicted)
+    best = min(sparse, key=lambda way: way["whole"])
+    gain = dense["whole"] / best["whole"]
+    pays = gain >= MIN_SPEEDUP
     lines = [
+        *_describe_step(step, predicted, dense, best, pays),
         *_describe_scaling(request.params, result["entries"]),
-        *(_line(way, dense) for way in result["ways"]),
+        *(_line(way) for way in (dense, *sparse)),
         *_describe_noise(result["ways"]),
     ]
-    gain = dense["seconds"] / best["seconds"]
-    if gain >= MIN_SPEEDUP:
-        head = f"faster: a dense step takes about {_ms(dense)}, {_name(best)} at {request.density:.3g} {_ms(best)}"
-        return Finding(OK, "\n".join([f"{head}, {gain:.1f} times faster", *lines]), _settings(world, best))
-    head = f"not faster here: a dense step takes about {_ms(dense)}, {_name(best)} {_ms(best)}"
-    return Finding(WARNING, "\n".join([head, *lines]), "keep auto on (auto=True, --auto): it then uses dense")
+    what = "a step" if step else "the exchange of a step"
+    head = f"{'pays' if pays else 'does not pay'}: {what} takes about {_ms(dense['whole'])} dense"
+    head += f", {_ms(best['whole'])} with {_name(best)} at density {request.density:.3g}: {_times(gain)}"
+    if pays:
+        return Finding(OK, "\n".join([head, *lines]), _settings(world, best))
+    advice = "keep auto on (auto=True, --auto): it then uses dense"
+    return Finding(WARNING, "\n".join([head, *lines]), advice)
+
+
+def _whole_steps(ways: list[dict[str, Any]], predicted: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each way with its prediction, and the time of a whole step."""
+    compute = predicted["step_seconds"] or 0.0
+    return [
+        {**way, **more, "measured_rate": predicted["measured_rate"], "whole": compute + more["adds_seconds"]}
+        for way, more in zip(ways, predicted["ways"], strict=True)
+    ]
+
+
+def _describe_step(
+    step: dict[str, Any] | None,
+    predicted: dict[str, Any],
+    dense: dict[str, Any],
+    best: dict[str, Any],
+    pays: bool,
+) -> list[str]:
+    rate, name = format_rate(predicted["rate"]), _name(best)
+    link = f"at this link ({rate})" if predicted["rate"] == predicted["measured_rate"] else f"at {rate}"
+    verdict = "pays" if pays else "does not pay"
+    adds = (
+        f"dense adds {_ms(dense['adds_seconds'])} {link}, {name} adds {_ms(best['adds_seconds'])}: {verdict}; "
+        f"crossover rate {_crossover(best)}"
+    )
+    if step is None:
+        return [adds, "without backward, which hides a part: pass --dnn NAME or --compute-seconds S to include it"]
+    parts = ", ".join(f"{part} {_ms(step[part])}" for part in ("forward", "backward", "update"))
+    measured = f" ({step['what']})" if not step["update"] else f" ({step['what']}: {parts})"
+    return [f"step without communication {_ms(predicted['step_seconds'])}{measured}", adds]
+
+
+def _crossover(way: dict[str, Any]) -> str:
+    """B*, the rate below which it is faster than dense; not beyond what was measured."""
+    if way["faster"] == AT_NO_RATE:
+        return "B*: none, dense is faster at any rate"
+    known = way["crossover"] is not None and way["crossover"] <= way["measured_rate"]
+    return f"B* = {format_rate(way['crossover'])}" if known else f"B* > {format_rate(way['measured_rate'])}"
+
+
+def _times(gain: float) -> str:
+    return f"{gain:.3g} times faster" if gain >= 1 else f"{1 / gain:.3g} times slower"
 
 
 def _describe_scaling(params: int, entries: int) -> list[str]:
@@ -93,20 +142,22 @@ def _describe_noise(ways: list[dict[str, Any]]) -> list[str]:
     return [busy] if spread > UNSTEADY else []
 
 
-def _line(way: dict[str, Any], dense: dict[str, Any]) -> str:
-    ring = (
-        " (ring)" if way["algorithm"] == DENSE else ""
-    )  # modelled: the library's all-reduce does not report its bytes
-    sent = f"{way['sent_bytes'] / 1e6:.3g} MB sent by a rank{ring}"
-    return f"  {_name(way):<12}  {_ms(way):>9}  {dense['seconds'] / way['seconds']:5.2f} x  {sent}"
+def _line(way: dict[str, Any]) -> str:
+    ring, wins = "", ""
+    if way["algorithm"] == DENSE:
+        ring = " (ring)"  # modelled: the library's all-reduce does not report its bytes
+    else:
+        wins = f", {_crossover(way)}"
+    sent = f"{way['sent_bytes'] / 1e6:.3g} MB sent by a rank{ring}{wins}"
+    return f"  {_name(way):<12}  exchange {_ms(way['seconds']):>9}  adds {_ms(way['adds_seconds']):>9}  {sent}"
 
 
 def _name(way: dict[str, Any]) -> str:
     return DENSE if way["algorithm"] == DENSE else f"{way['algorithm']} {way['values']}"
 
 
-def _ms(way: dict[str, Any]) -> str:
-    taken = 1e3 * way["seconds"]
+def _ms(seconds: float) -> str:
+    taken = 1e3 * seconds
     return f"{taken:.0f} ms" if taken >= 100 else f"{taken:.3g} ms"
 
 

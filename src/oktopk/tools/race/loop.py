@@ -28,6 +28,7 @@ from oktopk.train.checkpoint.state import capture_state, restore_state
 from oktopk.train.checkpoint.storage import Checkpoints
 from oktopk.train.config.options import TrainConfig
 from oktopk.train.prefetch import prefetch
+from oktopk.train.rehearsal import must_compile
 from oktopk.train.tasks import StepPosition
 
 from .attach import Attached, attach, compiles, rehearse
@@ -97,7 +98,8 @@ class CellLoop:
     def run(self) -> dict[str, Any]:
         """Train to the end of the cell, or resume it; returns its result."""
         if compiles(self.contender):
-            self._say(COMPILING)
+            if must_compile():
+                self._say(COMPILING)
             rehearse(self.contender, self.network)
         self.attached = attach(self.contender, self.network, self.optimizer)
         self._buffers = BufferBackup(self.network)

@@ -151,7 +151,7 @@ def _following(folder: CellFolder, where: str, show: Show, status: Show | None) 
         while not end.wait(_LOOK_SECONDS):
             known = folder.progress() or {}
             if known.get("doing") == COMPILING:
-                show(f"{COMPILING}, before the clock starts")
+                show(f"{COMPILING}: about 15 s, once per installation, before the clock starts")
             if status is not None:
                 status(f"{where}: {describe(known)}")
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from oktopk.algorithms import Algorithm, find_algorithm
+from oktopk.engine.settings import Settings
 from oktopk.tools.bench.gradients import Gradients
+from oktopk.tools.crossover import Cost, overlapped_cost
+from oktopk.tools.model_step import ModelStep
 
 from .measure.costs import Costs
 from .network import Network
@@ -27,6 +30,10 @@ _ENTRY_BYTES = 24
 _MANY = 128
 """From this many ranks on, record fewer steps: a step has P² messages."""
 
+DENSE = "dense"
+_UNLIMITED = 1e18
+"""Bytes per second."""
+
 OnProgress = Callable[[str], None]
 
 
@@ -39,6 +46,8 @@ class Question:
     size: int
     density: float
     network: Network
+    step: ModelStep | None = None
+    """The model's step without communication; None for the exchange alone."""
 
     @property
     def k(self) -> float:
@@ -59,6 +68,22 @@ class Answer:
     """Seconds of a step with exact thresholds, if only some steps have them."""
     recorded_size: int
     recorded_k: int
+    unlimited_seconds: float = 0.0
+    """Seconds of the mean step on links of unlimited bandwidth."""
+
+    def cost(self, question: Question) -> Cost:
+        """The cost of a whole step of the model at any rate.
+
+        Its bytes are those on the critical path: what the exchange gains if bandwidth is unlimited.
+        """
+        critical = (self.step.seconds - self.unlimited_seconds) * question.network.bandwidth
+        compute, backward = (question.step.seconds, question.step.backward) if question.step else (0.0, 0.0)
+        dense = self.algorithm == DENSE
+        density, fusion = (1.0, 0) if dense else (question.density, Settings.fusion_entries)
+        return overlapped_cost(
+            *(compute, backward, self.unlimited_seconds, critical, question.size),
+            density=density, fusion_entries=fusion,
+        )  # fmt: skip
 
 
 def simulate(question: Question, costs: Costs, on_progress: OnProgress = lambda _: None) -> list[Answer]:
@@ -80,18 +105,29 @@ def answer(algorithm: Algorithm, world: int, question: Question, costs: Costs) -
 
 def replay_recording(algorithm: Algorithm, recording: Recording, question: Question, costs: Costs) -> Answer:
     """Replay the recorded steps on the network, at the requested size."""
-    scale, network, size = Scale(question.size / recording.size), question.network, question.size
-    later = costs.prices(algorithm.name, size)
-    usual = steady = median_step([replay(traces, scale, network, later) for traces in recording.steady])
-    every = getattr(algorithm, "tau_prime", None)
-    exact = None
-    if every is not None:
-        exact = replay(recording.first, scale, network, costs.prices(algorithm.name, size, exact=True))
-        steady = mix(steady, exact, 1 / every)
+    network = question.network
+    usual, exact = _replay_steps(algorithm, recording, question, costs, network)
+    unlimited = _replay_steps(algorithm, recording, question, costs, replace(network, bandwidth=_UNLIMITED))
     return Answer(
-        len(recording.first), algorithm.name, steady, usual.seconds, exact.seconds if exact else None,
-        recording.size, recording.k,
+        len(recording.first), algorithm.name, _mean_step(algorithm, usual, exact), usual.seconds,
+        exact.seconds if exact else None, recording.size, recording.k, _mean_step(algorithm, *unlimited).seconds,
     )  # fmt: skip
+
+
+def _replay_steps(
+    algorithm: Algorithm, recording: Recording, question: Question, costs: Costs, network: Network
+) -> tuple[ReplayedStep, ReplayedStep | None]:
+    """A usual step, and one with exact thresholds if only some steps have them."""
+    scale, size = Scale(question.size / recording.size), question.size
+    later = costs.prices(algorithm.name, size)
+    usual = median_step([replay(traces, scale, network, later) for traces in recording.steady])
+    if getattr(algorithm, "tau_prime", None) is None:
+        return usual, None
+    return usual, replay(recording.first, scale, network, costs.prices(algorithm.name, size, exact=True))
+
+
+def _mean_step(algorithm: Algorithm, usual: ReplayedStep, exact: ReplayedStep | None) -> ReplayedStep:
+    return usual if exact is None else mix(usual, exact, 1 / algorithm.tau_prime)  # type: ignore[attr-defined]
 
 
 def median_step(steps: Sequence[ReplayedStep]) -> ReplayedStep:

@@ -9,6 +9,11 @@ from oktopk.algorithms.volume import WORD_BYTES, oktopk_words, ring_words
 from oktopk.engine.autotune import RAMP_FROM, Schedule
 from oktopk.metrics.events import ENTRY_BYTES
 
+_ONE_RANK = (
+    "one rank: there is nothing to exchange and nothing to compress; sparse steps only delay gradient. Start "
+    "several ranks (--ranks N, torchrun, mpirun), or pass --compressor dense"
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -85,14 +90,22 @@ class Plan:
             f"{self.warmup_steps} are dense; set --warmup-steps below {self.steps}, or train longer"
         )
 
+    @property
+    def _senders(self) -> int:
+        return self.world // self.ranks_per_host
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes that a rank sends in a dense step, by a ring; with ranks_per_host, one rank sends for its host."""
+        return WORD_BYTES * ring_words(self.parameters, self._senders)
+
     def volume(self) -> list[str]:
         """Describe the bytes of a dense and of a sparse step: the payload, and what a rank is expected to send.
 
         With ranks_per_host, one rank sends for its host.
         """
-        k, senders = max(1, round(self.density * self.parameters)), self.world // self.ranks_per_host
+        k, senders, ring = max(1, round(self.density * self.parameters)), self._senders, self.dense_bytes
         who = "rank" if self.ranks_per_host == 1 else "host"
-        ring = WORD_BYTES * ring_words(self.parameters, senders)
         sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"a single {who} sends nothing"
         lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
         if self.algorithm != "dense":
@@ -103,4 +116,6 @@ class Plan:
             lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
             if self.ramp_steps and self.density < RAMP_FROM:
                 lines.append(f"the density falls from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps")
+            if self.world == 1:
+                lines.append(_ONE_RANK)
         return lines

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from oktopk.tools.crossover import format_rate
 from oktopk.tools.report.html import tables as html
 from oktopk.tools.report.html.colours import GREY, series_style
 from oktopk.tools.report.html.drawing import DIGITS, Chart, Trace, figure, label, line
 from oktopk.tools.report.html.page import Contents, Draft, render_page
 
 from ..summary import COMPOSED, link_rate
-from .tables import break_name, cells_of, format_rate, head, link_name, notes
+from .tables import break_name, cells_of, head, link_name, notes
 
 Document = Mapping[str, Any]
 Trials = Sequence[Mapping[str, Any]]

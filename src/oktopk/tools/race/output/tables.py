@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oktopk.metrics.events import DENSE
+from oktopk.tools.crossover import format_rate
 from oktopk.tools.tables import format_table
 
-from ..spec import LOOPBACK
+from ..contenders import parse_contender
+from ..spec import LOOPBACK, RaceError
 from ..summary import COMPOSED
 
 Document = Mapping[str, Any]
@@ -33,16 +35,6 @@ def break_name(name: str, longest: int = 24) -> list[str]:
             lines.append("")
         lines[-1] += part
     return lines
-
-
-def format_rate(rate: float | None) -> str:
-    """
-    >>> format_rate(1.5e9), format_rate(2.04e7), format_rate(None)
-    ('1.5 Gbit/s', '20.4 Mbit/s', '–')
-    """
-    if rate is None:
-        return "–"
-    return f"{rate / 1e9:.3g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.3g} Mbit/s"
 
 
 def format_spread(figure: Mapping[str, Any] | None, digits: str) -> str:
@@ -118,11 +110,34 @@ def notes(document: Document) -> list[str]:
         said.append(
             "composed: quality by step on loopback × mean step times over the link; full: run over the link"
         )
+    if rows:
+        said.append(
+            "MB/step: bytes that a rank sent, mean over all steps, dense ones too; of dense: against a ring"
+        )
+    if document["race"]["ranks"] == 1:
+        said.append("one rank: there is nothing to exchange, so that only the cost of compression is compared")
+    said += _asked(rows)
     for one in document["deviations"]:
         where = f"{one['contender']}, {link_name(one['link'])}, seed {one['seed']}"
         said.append(f"{where}: composed is {100 * one['composed_over_full']:+.1f} % from the full run")
     said += [_crossover(one) for one in document["crossovers"]]
     said += [f"failed: {one['cell']}: {one['problem']}" for one in document["failures"]]
+    return said
+
+
+def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The density that each of ours was asked for, and its dense warm-up; their names do not have the defaults."""
+    said = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        try:
+            settings = parse_contender(name).settings
+        except RaceError:  # the folder of another version: its results are shown all the same
+            continue
+        if settings is not None and settings.algorithm.name != DENSE:
+            said.append(
+                f"{name}: density asked for {settings.density:g} (n/k {1 / settings.density:.4g}), "
+                f"{settings.warmup_steps} dense steps first"
+            )
     return said
 
 

@@ -22,7 +22,7 @@ def answers(run: Run, phases: Phases, messages: list[dict[str, Any]]) -> list[di
     texts = {"When did the sparse phase start?": _start(run, phases)}
     if means is not None:
         texts |= {
-            "What density was achieved?": _density(means, last),
+            "What density was achieved?": _density(run, means, last),
             "How many bytes did a rank really send?": _bytes(run, means, last),
             "Where did the time of a step go?": _time(means, last),
             "How much of the reductions was hidden behind backward?": _hidden(means, last),
@@ -53,7 +53,7 @@ def _start(run: Run, phases: Phases) -> str:
     return f"Not yet: all {total:,} steps were dense.{until}"
 
 
-def _density(means: Mapping[str, Any], phase: str) -> str:
+def _density(run: Run, means: Mapping[str, Any], phase: str) -> str:
     if phase == DENSE:
         return "All entries were sent: density 100 %."
     band = means["in_band_share"]
@@ -62,9 +62,11 @@ def _density(means: Mapping[str, Any], phase: str) -> str:
         if band is None
         else f"; {percent(band)} of the steps were within the algorithm's band around the target"
     )
+    asked = run.lookup("density")
+    wanted = f"{percent(asked)} was asked for, " if isinstance(asked, float) else ""
     return (
-        f"Rank 0 sent {percent(means['local_density'])} of its entries in a sparse step on average; the target "
-        f"was {percent(means['target_density'])}{kept}. The result had density "
+        f"Rank 0 sent {percent(means['local_density'])} of its entries in a sparse step on average; {wanted}the "
+        f"target of these steps was {percent(means['target_density'])}{kept}. The result had density "
         f"{percent(means['global_density'])}."
     )
 
@@ -79,13 +81,15 @@ def _bytes(run: Run, means: Mapping[str, Any], phase: str) -> str:
     )
     first = f"Rank 0 sent {format_bytes(sent)} per {phase} step on average{every}."
     if run.world == 1:
-        return first + " There is no other rank."
+        return f"{first} There is no other rank: nothing to exchange, and nothing that compression could save."
     if phase == DENSE:
         return f"{first} The library's all-reduce does not report its bytes: this is what a ring sends."
     if not sent or dense is None:
         return f"{first} The bytes of a dense step are not known."
     six, two = means["bound_6k_bytes"], means["bound_2k_bytes"]
-    against = f"A dense step sends {format_bytes(dense)} (ring, modelled): {dense / sent:.3g} times as much."
+    against = f"A dense step sends {format_bytes(dense)} (ring, modelled): {dense / sent:.3g} times as much"
+    entries = means["target_density"]
+    against += f", where the entries are {1 / entries:.3g} times fewer (n/k)." if entries else "."
     if not six or not two:
         return f"{first} {against}"
     return (
@@ -99,9 +103,10 @@ def _time(means: Mapping[str, Any], phase: str) -> str:
     if not seconds:
         return "No times were recorded."
     parts = ", ".join(f"{_GROUP[group]} {percent(share)}" for group, share in shares.items())
-    first = " The first step of the phase, which compiles kernels, is left out." if means["steps"] > 1 else ""
+    first = " The first step of the phase, which may compile kernels, is left out." if means["steps"] > 1 else ""
     return (
-        f"A {phase} step took {format_seconds(seconds)} on average: {parts}. Hidden work is not included.{first}"
+        f"A {phase} step took {format_seconds(seconds)} on average: {parts}. Hidden work, which ran during "
+        f"backward, is not included.{first}"
     )
 
 
@@ -120,7 +125,8 @@ def _hidden(means: Mapping[str, Any], phase: str) -> str:
     hidden, busy = sum(means["hidden_seconds"].values()), means["reduction_seconds"]
     return (
         f"{percent(means['hidden_work_share'])}: the reductions of a {phase} step took {format_seconds(busy)}, "
-        f"of which {format_seconds(hidden)} ran during backward and {format_seconds(busy - hidden)} after it."
+        f"of which {format_seconds(hidden)} ran during backward (hidden: it cost the step nothing) and "
+        f"{format_seconds(busy - hidden)} after it (exposed: the step waited)."
     )
 
 

@@ -80,7 +80,9 @@ def _notes(run: Run) -> list[str]:
     if run.world is None and run.steps:
         notes.append("The number of ranks is not known, so there are no bounds to compare bytes with.")
     if run.world == 1:
-        notes.append("There is only one rank: nothing is sent, and there are no bounds.")
+        notes.append(
+            "There is only one rank: nothing is sent, there is nothing to compress, and there are no bounds."
+        )
     if any(len(step.culprits) == LONGEST_TEXT for step in run.steps):
         notes.append(f"Long lists of non-finite parameters are cut after {LONGEST_TEXT} characters.")
     return notes
@@ -93,7 +95,6 @@ def summarize_run(run: dict[str, Any]) -> dict[str, Any]:
     about, means = run["about"], run["phases"]
     phase = next((name for name in ("sparse", "dense") if name in means), None)
     of = means.get(phase, {})
-    sent, dense = of.get("sent_bytes"), of.get("dense_bytes")
     last = run["validations"][-1]["figures"] if run["validations"] else {}
     return {
         "run": run["name"],
@@ -102,8 +103,8 @@ def summarize_run(run: dict[str, Any]) -> dict[str, Any]:
         "loss": next((value for value in reversed(run["series"]["loss"]["mean"]) if value is not None), None),
         "step_seconds": of.get("step_seconds"),
         "hidden_work_share": of.get("hidden_work_share"),
-        "sent_bytes": sent,
-        "of_dense": sent / dense if sent is not None and dense else None,
+        "sent_bytes": of.get("sent_bytes"),
+        "of_dense": of.get("of_dense"),
         "sent_so_far_bytes": next(reversed(run["series"]["sent_so_far_bytes"]), None),
         "elapsed_seconds": next(reversed(run["series"]["elapsed_seconds"]), None),
         "local_density": of.get("local_density"),

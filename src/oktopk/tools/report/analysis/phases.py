@@ -47,13 +47,18 @@ def phases(run: Run) -> dict[str, dict[str, Any]]:
 
 def _means(run: Run, phase: str, steps: Sequence[Step]) -> dict[str, Any]:
     limits = [bounds(step, run.world) for step in steps]
+    sent, dense = (
+        average(step.numbers.get("sent_bytes") for step in steps),
+        average(limit["dense"] for limit in limits),
+    )
     return {
         "steps": len(steps),
         "skipped": sum(step.skipped for step in steps),
         "loss": average(step.train.get("loss") for step in steps),
         **{name: average(step.numbers.get(name) for step in steps) for name in COLUMNS},
         "in_band_share": _in_band(run, steps) if phase == SPARSE else None,
-        "dense_bytes": average(limit["dense"] for limit in limits),
+        "dense_bytes": dense,
+        "of_dense": sent / dense if sent is not None and dense else None,
         "bound_6k_bytes": average(limit["6k"] for limit in limits),
         "bound_2k_bytes": average(limit["2k"] for limit in limits),
         "sent_bytes_by_rank": _by_rank(run, phase),

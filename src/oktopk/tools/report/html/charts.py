@@ -85,7 +85,9 @@ def _density(run: Mapping[str, Any]) -> Chart | None:
     local = {key: [_percent(value) for value in values] for key, values in series["local_density"].items()}
     traces = spread("sent by rank 0", x, local, colours.LOCAL, "%")
     traces += [line(name, x, values, colour, "%", line={"dash": dash}) for name, values, colour, dash in share]
-    caption = "Share of the gradient's entries: sent by rank 0, the target, and in the result."
+    asked = run["about"]["density"]
+    wanted = f" Asked for: {100 * asked:.3g} %." if isinstance(asked, float) else ""
+    caption = f"Share of the gradient's entries: sent by rank 0, the target, and in the result.{wanted}"
     return Chart("density", "Density", caption, figure(traces, "step", "density (%)", log=True, **transition(run)))
 
 

@@ -85,6 +85,7 @@ _MEANS: tuple[tuple[str, str, Any], ...] = (
     ("received by rank 0", "received_bytes", format_bytes),
     ("payload by the formula (8 B per entry)", "payload_bytes", format_bytes),
     ("a dense step (ring)", "dense_bytes", format_bytes),
+    ("sent by rank 0, of a dense step", "of_dense", percent),
     ("6k(P−1)/P words", "bound_6k_bytes", format_bytes),
     ("2k(P−1)/P words", "bound_2k_bytes", format_bytes),
     ("messages sent by rank 0", "sent_messages", lambda x: f"{x:.3g}"),
@@ -110,7 +111,12 @@ def phase_table(run: Mapping[str, Any]) -> str:
     for rank in range(min(ranks, 64)):
         sent = [_of_rank(means["sent_bytes_by_rank"], rank) for means in phases.values()]
         rows.append([f"sent by rank {rank} (finished epochs)", *sent])
-    return "<h3>Means per step</h3>" + table(["", *phases], rows)
+    caption = (
+        "Hidden: ran during backward and cost the step nothing. The other times are exposed: the step waited. "
+        "Times leave out the first step of a phase. Target density: what the steps aimed at; it is above the one "
+        "asked for while it still falls (ramp)."
+    )
+    return "<h3>Means per step</h3>" + table(["", *phases], rows) + f'<p class="soft">{caption}</p>'
 
 
 def _stage(means: Mapping[str, Any], stage: str) -> str | None:
@@ -183,6 +189,7 @@ def finals(rows: Sequence[Mapping[str, Any]]) -> str:
         "hidden": _column(rows, "hidden_work_share", percent),
         "sent in all": _column(rows, "sent_so_far_bytes", format_bytes),
         "time in steps": _column(rows, "elapsed_seconds", format_seconds),
+        "density asked for": _column(rows, "density", percent),
         "density sent": _column(rows, "local_density", percent),
         "phase": [row["phase"] for row in rows],
         "ranks": [row["world"] for row in rows],
@@ -191,7 +198,8 @@ def finals(rows: Sequence[Mapping[str, Any]]) -> str:
     }
     caption = (
         "Means per step over the sparse phase, or over the dense one if there is no other; times leave out its "
-        "first step. Bytes are those of rank 0."
+        "first step. Bytes are those of rank 0; of dense: against a ring of fp32. Hidden: the share of the "
+        "reductions' work that ran during backward and cost no time."
     )
     body = list(zip(*columns.values(), strict=True))
     return table(list(columns), body) + f'<p class="soft">{caption}</p>'

@@ -21,7 +21,7 @@ def time_of_steps(run: Mapping[str, Any]) -> Chart | None:
         traces.append(line(name, series["step"], hidden, colours.GREY, "ms", line={"dash": "dot"}))
     caption = (
         "The stack is the step of rank 0. It includes the exposed part of the reductions, which training waited "
-        "for after backward."
+        "for after backward; what ran during backward is hidden and not in it."
     )
     shown = figure(traces, "step", "time per step (ms)", **transition(run))
     totals = [sum(filter(None, parts)) for parts in zip(*series["seconds"].values(), strict=True)]
@@ -65,7 +65,7 @@ def time_of_phases(run: Mapping[str, Any]) -> Chart | None:
                 traces.append(_bar_trace(stage, hidden, ours))
     caption = (
         "Means over the steps of a phase but its first. Hatched work of the worker thread ran during backward and "
-        "is hidden; the step waited for solid work. The two bars of a phase share one time axis."
+        "is hidden; the step waited for solid work, which is exposed. The two bars of a phase share one time axis."
     )
     shown = figure(traces, "time (ms)", "", barmode="overlay", bargap=0.25)
     shown["layout"] |= {"hovermode": "closest"}

@@ -1,0 +1,58 @@
+"""Compile the kernels before training starts, so that no step and no mean contains the compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from oktopk import DistributedOptimizer, run_threads
+from oktopk.comm import Communicator
+from oktopk.kernels import backend_for, reference
+
+COMPILING = "compiling kernels, about 15 s, once per installation"
+_SIZES = (64, 10_000, 200_000)
+_STEPS = 3
+_RANKS = 2
+
+MakeOptimizer = Callable[[nn.Module, Communicator], DistributedOptimizer]
+"""Makes the run's optimizer for another model: sparse from the first step on."""
+
+
+def must_compile() -> bool:
+    """Whether Numba has no machine code of the kernels yet: in a new installation, or after an update."""
+    if backend_for("cpu") is reference:
+        return False
+    from oktopk.kernels.cpu import selection, vector
+
+    source = max(Path(str(module.__file__)).stat().st_mtime for module in (selection, vector))
+    cache = Path(str(selection.select_one.stats.cache_path))
+    return not any(index.stat().st_mtime >= source for index in cache.glob("selection.*.nbi"))
+
+
+def rehearse(make_optimizer: MakeOptimizer, device: torch.device) -> None:
+    """Train a stand-in for a few steps on ranks that are threads of this process: every kernel compiles.
+
+    Args:
+        make_optimizer: makes an optimizer with the settings of the run.
+        device: of the model.
+    """
+
+    def rank(comm: Communicator) -> None:
+        parameters = nn.ParameterList(nn.Parameter(torch.zeros(size, device=device)) for size in _SIZES)
+        random = torch.Generator().manual_seed(comm.rank)
+        with make_optimizer(parameters, comm) as optimizer:
+            for _ in range(_STEPS):
+                optimizer.zero_grad()
+                _loss(parameters, random).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+
+    run_threads(_RANKS, rank)
+
+
+def _loss(parameters: nn.ParameterList, random: torch.Generator) -> Tensor:
+    """A loss with random gradients."""
+    terms = [(one * torch.randn(one.shape, generator=random).to(one.device)).sum() for one in parameters]
+    return torch.stack(terms).sum()
