@@ -20,21 +20,21 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_option(group: argparse._ArgumentGroup, name: str, more: str = "") -> None:
-    """Add one option of the trainer; `more` extends its help.
+def add_option(group: argparse._ArgumentGroup, name: str, more: str = "", default: str | None = None) -> None:
+    """Add one option of the trainer; `more` extends its help, `default` replaces the trainer's default in it.
 
     An option that is not given stays out of the namespace, because the environment or a configuration may set it.
     """
     item = OPTIONS[name]
     parse = item.metadata["parse"]
     alone: dict[str, Any] = {"nargs": "?", "const": "True"} if parse is switch else {}
-    default = "" if item.default is None else f" (default: {item.default})"
+    shown = item.default if default is None else default
     group.add_argument(
         f"--{name.replace('_', '-')}",
         dest=name,
         default=argparse.SUPPRESS,
         metavar=_METAVARS[parse.__name__],
-        help=item.metadata["help"] + more + default,
+        help=item.metadata["help"] + more + ("" if shown is None else f" (default: {shown})"),
         **alone,
     )
 

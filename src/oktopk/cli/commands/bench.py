@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         metavar="RATE,…",
-        help="run in network namespaces with links of these rates, like none,1gbit,100mbit (needs root or "
-        "user namespaces)",
+        help="run in network namespaces with links of these rates, like none,1gbit,100mbit; needs root or user "
+        "namespaces (default: processes on loopback)",
     )
     parser.add_argument(
         "--model",

@@ -1,8 +1,8 @@
 """Check this machine, or all ranks of a job: can it train, how fast are its links, is sparse faster than dense?
 
     oktopk doctor                                                        check this machine
-    oktopk doctor --ranks 2 --dnn gpt --optimizer adamw --link 100mbit   does it pay for this model, at this rate?
-    oktopk doctor --ranks 2 --params 25M --compute-seconds 0.25          … for a model of your own
+    oktopk doctor --ranks 2 --dnn gpt --optimizer adamw --link 100mbit   is sparse faster for this model and rate?
+    oktopk doctor --ranks 2 --params 25M --compute-seconds 0.25          … for your own model
     torchrun --nproc-per-node 4 -m oktopk doctor --dnn lstman4 --data-dir audio_data --nworkers 4
                                                                          what a job would use, before it starts
     mpirun -np 2 oktopk doctor                                           the same under MPI
@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_step(parser)
     group = parser.add_argument_group("options of oktopk train")
-    for name in ("dnn", "dataset", "data_dir", "batch_size", "density", "nworkers", "ranks"):
+    add_option(group, "dnn", default="none; with --data-dir alone, lstman4")
+    for name in ("dataset", "data_dir", "batch_size", "density", "nworkers", "ranks"):
         add_option(group, name)
     add_option(group, "out", ": doctor checks that all ranks can write there")
 

@@ -3,8 +3,9 @@
     oktopk jobscript --scheduler slurm --nodes 4 --ranks-per-node 2 --data-dir audio_data --lr 0.01 > job.sh
     oktopk jobscript --scheduler pbs --compressor all --config lstm_extended --out jobs
 
-All options of `oktopk train` are accepted. The script sets each of them in the form lr="${lr:-0.01}", so that
-`lr=0.1 sbatch job.sh` overrides it.
+Takes the options of `oktopk train` that are listed below; the script sets the number of ranks and the run folder
+itself. Options that you pass, and the most common ones, appear as lr="${lr:-0.01}", so that `lr=0.1 sbatch job.sh`
+overrides them.
 """
 
 from __future__ import annotations

@@ -63,10 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contenders",
         default=CONTENDERS,
         metavar="A,B,…",
-        help=f"who races (default: {CONTENDERS}): ddp; ddp-fp16 and ddp-bf16, torch's 16-bit hooks; powersgd:R, "
-        "torch's hook of rank R after start=20 dense steps; accumulate:N, DDP with N batches per step; ours with "
-        f"any settings, like oktopk:density=0.05:values=fp16:warmup_steps=10:auto=False ({', '.join(ALGORITHMS)}; "
-        "without settings, the defaults of OkTopkState). Any of them takes lr=FACTOR for its learning rate",
+        help=f"what to compare (default: {CONTENDERS}): ddp; ddp-fp16 and ddp-bf16, torch's 16-bit hooks; "
+        "powersgd:R, torch's hook of rank R after start=20 dense steps; accumulate:N, DDP with N batches per "
+        "step; an algorithm of oktopk with any settings, like "
+        f"oktopk:density=0.05:values=fp16:warmup_steps=10:auto=False ({', '.join(ALGORITHMS)}; without settings, "
+        "the defaults of OkTopkState). Any of them takes lr=FACTOR for its learning rate",
     )
     parser.add_argument(
         "--link", default="100mbit", metavar="RATE,…",
@@ -79,7 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="METRIC<=X", help='a cell ends when it reaches this quality, like "val loss<=1.90"'
     )
     end.add_argument(
-        "--seconds", type=float, metavar="N", help="every cell trains so long instead, and the last metric counts"
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="train every cell for N seconds instead, and compare the last validation",
     )
     parser.add_argument(
         "--steps", type=int, metavar="N",
@@ -90,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--composed", action="store_true",
-        help="train once per contender and seed on loopback, time steps on each link, and compose",
+        help="train each contender and seed once, on loopback; time steps on each link; compute the time to "
+        "--target from both",
     )  # fmt: skip
     parser.add_argument(
         "--timing-steps",

@@ -3,13 +3,13 @@
     oktopk simulate --ranks 2..1024 --params 25M --density 0.01 --net 10gbit:50us
     oktopk simulate --ranks 2,3,5 --algorithms dense,topka,oktopk --figure simulate.png
     oktopk simulate --ranks 2..64 --calibrate 1gbit
-    oktopk simulate --ranks 2..16 --dnn gpt --optimizer adamw --net 100mbit:50us    does it pay for this model?
-    oktopk simulate --ranks 2..16 --params 25M --compute-seconds 0.25 --net 1gbit:50us    … for one of your own
+    oktopk simulate --ranks 2..16 --dnn gpt --optimizer adamw --net 100mbit:50us   is sparse faster for this model?
+    oktopk simulate --ranks 2..16 --params 25M --compute-seconds 0.25 --net 1gbit:50us   … for your own model
 
 The real algorithms run on P ranks, as threads of this process, with a smaller tensor. Their messages are recorded,
-scaled to --params, and replayed on the network model. The compute time of a rank is measured on this machine. The
-second table has whole steps of the model (--dnn or --compute-seconds) and B*, the rate of the links below which an
-algorithm is faster than dense. The notes below say what is measured and what is modelled.
+scaled to --params, and replayed on the network model. The compute time of a rank is measured on this machine.
+With --dnn or --compute-seconds, a second table has whole training steps and B*, the link rate below which an
+algorithm is faster than dense. Notes under the tables say what is measured and what is modelled.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_step(parser)
     group = parser.add_argument_group("options of oktopk train, to time a network")
-    for name in ("dnn", "data_dir", "batch_size"):
+    add_option(group, "dnn", default="none")
+    for name in ("data_dir", "batch_size"):
         add_option(group, name)
     parser.add_argument(
         "--density", default="0.01", metavar="X", help="share of entries that a rank sends (default: 0.01)"

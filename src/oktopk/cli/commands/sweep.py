@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="output folder for runs and tables"
     )
-    parser.add_argument("--ranks", metavar="N", help="number of ranks of each run, on this machine")
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        help="number of ranks of each run, on this machine (default: 1, which sends nothing)",
+    )
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="options of `oktopk train`, for all runs")
 
