@@ -118,11 +118,10 @@ def test_equal_time_is_ranked_by_the_last_metric() -> None:
     assert build_page(found)
 
 
-def test_every_output_is_written_and_draws_again_from_the_cells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for one in (cell("ddp", "none", [4, 3, 2], 1.0), cell("oktopk", "none", [4, 3, 3], 0.5)):
-        folder = CellFolder(tmp_path / CELLS / one.spec.cell.name)
+def write(out: Path, *cells: Finished) -> None:
+    """The folders of finished cells, as their jobs would have left them."""
+    for one in cells:
+        folder = CellFolder(out / CELLS / one.spec.cell.name)
         folder.prepare(one.spec)
         folder.open(0)
         for step in one.steps:
@@ -130,6 +129,32 @@ def test_every_output_is_written_and_draws_again_from_the_cells(
         for point in one.curve:
             folder.add_point(point)
         folder.finish(one.result)
+
+
+def test_cells_without_a_target_are_judged_by_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    race = Race({"dnn": "gpt-small"})
+    write(tmp_path, cell("ddp", "none", [4, 3, 2], 1.0, race=race))
+    for target, said in (("val loss<=3", "2.0 s"), ("val loss<=2", "3.0 s"), ("val loss<=1", "not reached")):
+        assert main(["race", "--report", str(tmp_path), "--target", target]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["race", "--report", str(tmp_path), "--target", "val acc>=1"]) == 2
+    assert "there are val loss" in capsys.readouterr().err
+
+
+def test_a_cell_that_ended_at_its_target_is_not_judged_by_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = cell("ddp", "none", [4, 3, 2], 1.0)
+    write(tmp_path, Finished(ended.spec, {**ended.result, "ended": "target"}, ended.curve, ended.steps))
+    assert main(["race", "--report", str(tmp_path), "--target", "val loss<=2"]) == 0
+    assert main(["race", "--report", str(tmp_path), "--target", "val loss<=1.5"]) == 2
+    assert "ended when it reached val loss <= 2" in capsys.readouterr().err
+
+
+def test_every_output_is_written_and_draws_again_from_the_cells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, cell("ddp", "none", [4, 3, 2], 1.0), cell("oktopk", "none", [4, 3, 3], 0.5))
     assert main(["race", "--report", str(tmp_path), "--figure", str(tmp_path / "race.pdf")]) == 0
     assert "not reached in 3 steps" in capsys.readouterr().out
     assert (tmp_path / "race.pdf").read_bytes().startswith(b"%PDF")

@@ -6,6 +6,7 @@
     oktopk race --config gpt_race --target "val loss<=2.2" --composed --link 1gbit,100mbit,20mbit --out FOLDER
     oktopk race --config lstman4_small --target "val WER<=0.5" --link none --out FOLDER -- --data-dir an4_data
     oktopk race --report FOLDER                                                  draw the outputs again
+    oktopk race --report FOLDER --target "val loss<=2.1"                         … for another target
 
 Every contender trains the same task with the same optimizer, schedule and clipping. The clock counts training
 steps of the slowest rank, the dense warm-up included; validation and compilation are not counted. Options after --
@@ -22,7 +23,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools.lab import enter_user_namespace, lab_problem, parse_rate
 from oktopk.tools.plotting import figure_problem
-from oktopk.tools.race.cells import find_finished
+from oktopk.tools.race.cells import Finished, find_finished
 from oktopk.tools.race.contenders import parse_contender
 from oktopk.tools.race.output import write_outputs
 from oktopk.tools.race.output.figure import draw
 from oktopk.tools.race.output.tables import text
 from oktopk.tools.race.run import Failure, plan_cells, plan_composed, run_cells
-from oktopk.tools.race.spec import LOOPBACK, Race, RaceError, parse_target
+from oktopk.tools.race.spec import LOOPBACK, Race, RaceError, Target, parse_target
 from oktopk.tools.race.summary import build_summary
 from oktopk.train.building import build_task
 from oktopk.train.config.options import COMPRESSION, OPTIONS, OUTPUT, RANKS, ConfigError, parse
@@ -77,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
     end = parser.add_mutually_exclusive_group()
     end.add_argument(
-        "--target", metavar="METRIC<=X", help='a cell ends when it reaches this quality, like "val loss<=1.90"'
+        "--target",
+        metavar="METRIC<=X",
+        help='a cell ends when it reaches this quality, like "val loss<=1.90". Without it and --seconds, cells '
+        "train to their last step; --report then takes any target",
     )
     end.add_argument(
         "--seconds",
@@ -161,8 +165,27 @@ def _report(options: argparse.Namespace) -> int:
     cells, problems = find_finished(options.report)
     if not cells:
         raise RaceError(problems[0]) if problems else RaceError(f"{options.report} has no finished cells")
-    _finish(options, _write(cells[0].spec.race, options.report))
+    race = cells[0].spec.race
+    if options.target is not None:
+        race = replace(race, target=_other_target(parse_target(options.target), cells))
+    _finish(options, _write(race, options.report))
     return 0
+
+
+def _other_target(target: Target, cells: Sequence[Finished]) -> Target:
+    """The target, if cells that have ended without it can be judged by it."""
+    for one in cells:
+        names = {name for point in one.curve for name in point.metrics}
+        if one.result.get("ended") == "target" and one.spec.race.target != target:
+            raise RaceError(
+                f"--target {target}: {one.spec.cell} ended when it reached {one.spec.race.target}. Another target "
+                "needs cells that were trained without one"
+            )
+        if one.curve and target.metric not in names:
+            raise RaceError(
+                f"--target {target}: no metric {target.metric!r}; there are {', '.join(sorted(names))}"
+            )
+    return target
 
 
 def _finish(options: argparse.Namespace, document: dict[str, Any]) -> None:
@@ -209,8 +232,8 @@ def _make_race(options: argparse.Namespace) -> Race:
             raise RaceError(f"--{name} must be above 0, got {value:g}")
     if options.ranks < 2:
         raise RaceError(f"--ranks must be at least 2, got {options.ranks}: one rank has nothing to send")
-    if options.composed and options.target is None:
-        raise RaceError("--composed needs a --target")
+    if options.composed and options.seconds is not None:
+        raise RaceError("--composed trains to a --target or to the last step: leave out --seconds")
     target = None if options.target is None else parse_target(options.target)
     return Race(
         _make_config(options), options.ranks, options.steps, options.seconds, target, options.val_every_steps,
