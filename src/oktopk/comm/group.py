@@ -26,6 +26,7 @@ from .failure_board import FailureBoard
 from .messages import Closed, LostRank, Messages, Transfer
 from .process_group.gloo_messages import GlooMessages
 from .process_group.limits import group_timeout, raise_file_limit
+from .process_group.scheduling import batch_scheduled
 from .process_group.sums import GroupSums
 from .tcp.handshake import MOST_UNIDENTIFIED
 from .tcp.meeting import Meeting, key_without_session
@@ -160,7 +161,8 @@ class GroupCommunicator(Communicator):
         raise_file_limit(3 * self.world + MOST_UNIDENTIFIED)  # gloo's, ours, and those that are not identified
         store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
         with self.explaining(Operation("barrier", "connecting", control=True), None, self._deadline()):
-            own: Any = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=self.timeout))
+            with batch_scheduled():
+                own: Any = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=self.timeout))
             self._sums = GroupSums(given, own, self.rank, self.world)
             self._messages = GlooMessages(own)
             meeting = Meeting(self.rank, self.world, self.timeout, self._sum_now)
