@@ -11,6 +11,7 @@ from .engine.settings import Settings
 from .errors import Aborted, CommError, CommTimeout, NonFiniteError, OkTopkError, WireError
 from .frontends.allreducer import AllReducer
 from .frontends.ddp import OkTopkState, oktopk_hook
+from .frontends.local import LocalOptimizer
 from .frontends.optimizer import DistributedOptimizer
 from .frontends.wrapped import redistribute
 from .metrics.events import MetricsSink, ReductionEvent, StepEvent
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedOptimizer",
     "GroupCommunicator",
     "Info",
+    "LocalOptimizer",
     "MPICommunicator",
     "Metered",
     "MetricsSink",

@@ -19,7 +19,7 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
-from .base import check_momentum, choose_algorithm
+from .base import check_momentum, choose_algorithm, warn_adaptive
 from .wrapped import WrappedOptimizer
 
 
@@ -79,6 +79,7 @@ class DistributedOptimizer(WrappedOptimizer):
             terms |= settings.terms() | self._wrap(optimizer, named_parameters, model, buckets)
             terms |= {"backward_passes": backward_passes, "broadcast": broadcast}
             check_momentum(settings, optimizer)
+            warn_adaptive(settings, optimizer, ranks.rank)
         engine = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
         self._hold(engine, trainer)
         self._backward_passes = backward_passes
