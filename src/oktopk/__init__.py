@@ -8,11 +8,12 @@ from .collective import Info, sparse_allreduce
 from .comm import Communicator, GroupCommunicator, Metered, MPICommunicator, Traffic, run_threads
 from .comm.broadcast import broadcast_tensors
 from .engine.settings import Settings
-from .engine.state_dict import redistribute
 from .errors import Aborted, CommError, CommTimeout, NonFiniteError, OkTopkError, WireError
 from .frontends.allreducer import AllReducer
 from .frontends.ddp import OkTopkState, oktopk_hook
+from .frontends.local import LocalOptimizer
 from .frontends.optimizer import DistributedOptimizer
+from .frontends.wrapped import redistribute
 from .metrics.events import MetricsSink, ReductionEvent, StepEvent
 from .wire.sparse_vector import SparseVector
 
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedOptimizer",
     "GroupCommunicator",
     "Info",
+    "LocalOptimizer",
     "MPICommunicator",
     "Metered",
     "MetricsSink",

@@ -108,6 +108,13 @@ def test_optimizer(ranks: int | None) -> None:
     assert int(re.findall(r"^clipped +(\d+)", out, re.MULTILINE)[0]) > 0
 
 
+@pytest.mark.parametrize(("ranks", "every"), [(None, 1), (2, 1), (2, 3)])
+def test_local_optimizer(ranks: int | None, every: int) -> None:
+    """Warm-up steps are exchanges; the last of 67 rounds has two steps."""
+    out = run("local_optimizer", "--sync-every", every, ranks=ranks)
+    check(parse(out), ranks or 1, (20, 180) if every == 1 else (20, 47), accuracy=80)
+
+
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_manual_loop(ranks: int | None, tmp_path: Path) -> None:
     world = ranks or 1

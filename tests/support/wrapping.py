@@ -41,17 +41,33 @@ def plain_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
 def wrap(
     model: nn.Module, comm: oktopk.Communicator | None, make: MakeOptimizer = momentum_sgd, **options: Any
 ) -> oktopk.DistributedOptimizer:
     """Two buckets, some dense steps, then sparse ones."""
+    return oktopk.DistributedOptimizer(
+        make(model.parameters()), model=model, comm=comm, **(_defaults(model) | options)
+    )
+
+
+def wrap_local(
+    model: nn.Module, comm: oktopk.Communicator | None, make: MakeOptimizer = adamw, **options: Any
+) -> oktopk.LocalOptimizer:
+    """The same, but updates are averaged."""
+    return oktopk.LocalOptimizer(make(model.parameters()), model=model, comm=comm, **(_defaults(model) | options))
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    defaults: dict[str, Any] = {"density": 0.1, "warmup_steps": 2, "auto": False, "fusion_entries": 0}
-    defaults["buckets"] = [names[len(names) // 2 :], names[: len(names) // 2]]
-    return oktopk.DistributedOptimizer(make(model.parameters()), model=model, comm=comm, **(defaults | options))
+    buckets = [names[len(names) // 2 :], names[: len(names) // 2]]
+    return {"density": 0.1, "warmup_steps": 2, "auto": False, "fusion_entries": 0, "buckets": buckets}
 
 
-def train(model: nn.Module, optimizer: oktopk.DistributedOptimizer, rank: int, steps: Iterable[int]) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> None:
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()

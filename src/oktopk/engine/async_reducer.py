@@ -17,7 +17,7 @@ from ..errors import NonFiniteError, add_step
 from ..feedback.buckets import Bucket
 from ..metrics.events import SPARSE, MetricsSink, StepEvent
 from ..metrics.sinks import as_sink
-from .settings import Settings
+from .settings import GRADIENTS, Settings
 from .state_dict import read_state, save_state
 from .step import StepReducer
 from .worker import Job, Worker
@@ -48,15 +48,16 @@ class AsyncReducer:
         grad_scaler: the GradScaler whose scale the gradients have.
         sinks: where the metrics of every step go.
         unused_stay: whether residuals of parameters without a gradient are kept back, as DDP needs it.
+        averages: what the buckets hold, and so the residuals: GRADIENTS or UPDATES.
     """
 
     def __init__(
         self, settings: Settings, comm: Communicator, *, owns_comm: bool, grad_scaler: Scaler | None = None,
-        sinks: Iterable[MetricsSink] = (), unused_stay: bool = False,
+        sinks: Iterable[MetricsSink] = (), unused_stay: bool = False, averages: str = GRADIENTS,
     ) -> None:  # fmt: skip
         self.settings = settings
         self._comm, self._owns_comm, self._scaler = comm, owns_comm, grad_scaler
-        self._steps = StepReducer(settings, comm, sinks, unused_stay)
+        self._steps = StepReducer(settings, comm, sinks, unused_stay, averages)
         steps = self._steps  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
@@ -133,13 +134,26 @@ class AsyncReducer:
             else:
                 self._worker.here(job)
 
-    def run(self, job: Callable[[Communicator], T]) -> T:
-        """Let the worker communicate about something else, and return the result of `job`."""
+    def skip_next(self, nonfinite: Iterable[str]) -> None:
+        """Let all ranks skip the step whose buckets are submitted next; they are not exchanged.
+
+        Args:
+            nonfinite: this rank's parameters that are the reason; none, if it is another rank's.
+        """
+        steps, names = self._steps, list(nonfinite)
+        self.run(lambda _: steps.skip_next(names), counted=True)
+
+    def run(self, job: Callable[[Communicator], T], counted: bool = False) -> T:
+        """Let the worker communicate about something else, and return the result of `job`.
+
+        Its traffic belongs to no step, or, if it is `counted`, to the next one.
+        """
         meter, results = self._steps.meter, []
 
         def communicate() -> None:
             results.append(job(meter))
-            meter.pop_traffic()  # these bytes belong to no step
+            if not counted:
+                meter.pop_traffic()
 
         with self.uninterrupted():
             self._worker.submit(communicate)

@@ -11,6 +11,9 @@ from typing import Any, TypedDict
 from ..algorithms import Algorithm, find_algorithm
 from ..wire.message import VALUE_CODES
 
+GRADIENTS, UPDATES = "gradients", "updates"
+"""What ranks average: gradients, or what each rank's optimizer would add to the parameters."""
+
 
 class Options(TypedDict, total=False):
     """Settings beyond the main ones, which every front end takes as keywords; see Settings."""

@@ -15,6 +15,7 @@ from ..feedback.buckets import MISMATCH, Bucket
 from ..wire.sparse_vector import all_finite
 from .autotune import read_decision
 from .bucket_state import BucketGroup, BucketState
+from .settings import GRADIENTS
 from .step import StepReducer
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
         "rank": steps.meter.rank,
         "world": steps.meter.world,
         "ranks_per_host": steps.settings.ranks_per_host,
+        "averages": steps.averages,
         **{name: getattr(steps, name) for name in _COUNTERS},
         "algorithm": repr(algorithm),
         "residuals": steps.reducer.residuals.state_dict(),
@@ -172,6 +174,11 @@ def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
             f"the state was saved with ranks_per_host={per_host}, now it is {steps.settings.ranks_per_host}: read "
             "the states of all ranks and load oktopk.redistribute(states, rank, world)"
         )
+    if (averages := saved.get("averages", GRADIENTS)) != steps.averages:
+        raise ValueError(
+            f"the residuals of this state are {averages}, this run averages {steps.averages}: load only the model "
+            "and the optimizer, and let residuals start at zero"
+        )
     if saved["rank"] != rank:
         raise ValueError(
             f"this is the state of rank {saved['rank']}, loaded on rank {rank}: residuals differ, so every rank "
@@ -179,31 +186,11 @@ def _check(steps: StepReducer, saved: Mapping[str, Any]) -> None:
         )
 
 
-def redistribute(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
-    """The state of one of `world` ranks, made from those of all ranks of an earlier run, in any order.
+def redistribute_residuals(states: Iterable[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
+    """The state of one of `world` ranks, made from those of all ranks of an earlier run: oktopk.redistribute().
 
     Each rank gets the mean of the old residuals, so that the sum over ranks, divided by their number, is what
     it was: Σe'/P' = Σe/P; with ranks_per_host, over the leaders and by their number.
-
-    Args:
-        states: The state_dict() of every rank of the earlier run. They are read one at a time: pass a generator
-            that loads file after file.
-        rank: The rank that the new state is for.
-        world: The new number of ranks.
-
-    Returns:
-        A state for load_state_dict() on that rank. Thresholds are not kept: the first sparse step evaluates them.
-
-    Example:
-        >>> import torch, oktopk
-        >>> def train(comm):
-        ...     weights = [("w", torch.zeros(8, requires_grad=True))]
-        ...     with oktopk.AllReducer(weights, comm=comm, warmup_steps=0) as reducer:
-        ...         reducer.sync({"w": torch.arange(8.0)})
-        ...         return reducer.state_dict()
-        >>> state = oktopk.redistribute(oktopk.run_threads(2, train), rank=0, world=1)
-        >>> state["world"], state["residuals"]["w"].tolist()
-        (1, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
     """
     if not (is_count(rank) and is_count(world) and rank < world):
         raise ValueError(f"rank must be one of 0 to world - 1, got rank {rank!r} of {world!r}")

@@ -21,7 +21,7 @@ from .dense_allreduce import DenseAllReduce
 from .hierarchy.local_group import LocalGroup
 from .nonfinite import NonFiniteReport, report_skipped
 from .recorder import add_traffic
-from .settings import Settings
+from .settings import GRADIENTS, Settings
 
 
 class StepReducer:
@@ -36,9 +36,10 @@ class StepReducer:
     """
 
     def __init__(
-        self, settings: Settings, comm: Communicator, sinks: Iterable[MetricsSink] = (), unused_stay: bool = False
-    ) -> None:
-        self.settings = settings
+        self, settings: Settings, comm: Communicator, sinks: Iterable[MetricsSink] = (), unused_stay: bool = False,
+        averages: str = GRADIENTS,
+    ) -> None:  # fmt: skip
+        self.settings, self.averages = settings, averages
         self.meter = Metered(comm)
         self.sinks = [*map(as_sink, sinks)]
         self.step = 0
@@ -84,6 +85,11 @@ class StepReducer:
     def begin(self) -> None:
         """Decide whether the next step is dense or sparse."""
         self.density = self.autotune.density(self.step)
+
+    def skip_next(self, nonfinite: Iterable[str]) -> None:
+        """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
+        self._report.add(nonfinite)
+        self._report.names = list(self._report.gather(self.meter))
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:

@@ -19,10 +19,17 @@ class BucketedGradients:
     """Copies named gradients into flat buckets for the engine, and the results back.
 
     Buckets have the parameters that require a gradient. If that changes, follow() changes the buckets.
+
+    Args:
+        parameters: by name, in the order of the model.
+        plan: how to form buckets.
+        dtype: of the flat memory; by default that of the parameters.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], plan: BucketPlan) -> None:
-        self.parameters = dict(parameters)
+    def __init__(
+        self, parameters: Mapping[str, Tensor], plan: BucketPlan, dtype: torch.dtype | None = None
+    ) -> None:
+        self.parameters, self._dtype = dict(parameters), dtype
         self.buckets = make_buckets(self._sizes(), plan, _kinds(self.parameters))
         self._flat: dict[Bucket, Tensor] = {}
         self._followed: list[bool] = []
@@ -66,15 +73,24 @@ class BucketedGradients:
         self, engine: AsyncReducer, bucket: Bucket, grads: Mapping[str, Tensor | None], factor: float = 1.0
     ) -> None:
         """Submit the gradients of a bucket, scaled by `factor`; a missing one counts as zeros."""
-        flat, held = self._flat_for(bucket), {name: grads.get(name) for name in bucket.names}
+        held = {name: grads.get(name) for name in bucket.names}
 
-        @torch.no_grad()
-        def fill() -> None:
+        def fill(flat: Tensor) -> None:
             flatten(bucket, held, flat)
             if factor != 1.0:
                 flat.mul_(factor)
 
-        engine.submit(bucket, flat, fill)
+        self.submit_filled(engine, bucket, fill)
+
+    def submit_filled(self, engine: AsyncReducer, bucket: Bucket, fill: Callable[[Tensor], object]) -> None:
+        """Submit a bucket whose flat memory `fill` writes, in the thread that reduces it."""
+        flat = self.flat(bucket)
+
+        @torch.no_grad()
+        def write() -> None:
+            fill(flat)
+
+        engine.submit(bucket, flat, write)
 
     @torch.no_grad()
     def finish(self, engine: AsyncReducer, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -82,7 +98,7 @@ class BucketedGradients:
         engine.finish()
         result = {}
         for bucket in self.buckets:
-            flat = self._flat_for(bucket)
+            flat = self.flat(bucket)
             unflatten(bucket, flat, grads)
             for name, place in bucket.places.items():
                 grad = grads.get(name)
@@ -122,10 +138,12 @@ class BucketedGradients:
     def _sizes(self) -> dict[str, int]:
         return {name: p.numel() for name, p in self.parameters.items() if p.requires_grad}
 
-    def _flat_for(self, bucket: Bucket) -> Tensor:
+    def flat(self, bucket: Bucket) -> Tensor:
+        """The flat memory of a bucket: what is submitted, and after the step the result."""
         if bucket not in self._flat:
             like = self.parameters[bucket.names[0]]
-            self._flat[bucket] = torch.empty(bucket.size, dtype=like.dtype, device=like.device)
+            dtype = like.dtype if self._dtype is None else self._dtype
+            self._flat[bucket] = torch.empty(bucket.size, dtype=dtype, device=like.device)
         return self._flat[bucket]
 
 

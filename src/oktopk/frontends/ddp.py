@@ -21,7 +21,7 @@ from ..engine.settings import Options, Settings
 from ..engine.state_dict import saved_layout
 from ..feedback.buckets import Bucket, BucketPlan, check_plan, flatten, layout_mismatch, make_buckets, unflatten
 from ..metrics.events import MetricsSink
-from .base import FrontEnd, check_momentum, check_supported, describe
+from .base import FrontEnd, check_momentum, check_supported, describe, warn_adaptive
 from .copies import Copied
 from .watching import GuardHandle, ModelWatch, OptimizerGuard, bucket_problem, model_problem, unwrap
 
@@ -147,6 +147,8 @@ class OkTopkState(FrontEnd):
         """
         optimizer = unwrap(optimizer)
         check_momentum(self._settings, optimizer)
+        if self._held is not None:  # a copy is not connected, and its original has said so
+            warn_adaptive(self._settings, optimizer, self._held.rank)
         return self._guard.watch(optimizer)
 
     def _name(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

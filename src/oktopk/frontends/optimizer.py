@@ -15,16 +15,15 @@ from typing_extensions import Unpack
 
 from ..algorithms import Algorithm
 from ..comm import Communicator, checking_together, exclusive_communicator
-from ..comm.broadcast import broadcast_tensors
 from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
-from .base import FrontEnd, check_momentum, check_supported, choose_algorithm, describe
-from .bucketed import BucketedGradients, name_parameters
+from .base import check_momentum, choose_algorithm, warn_adaptive
+from .wrapped import WrappedOptimizer
 
 
-class DistributedOptimizer(FrontEnd, Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """Any torch optimizer, with gradients averaged over all ranks by sparse all-reduce before every step.
 
     It is an Optimizer itself: schedulers, param_groups, state_dict and closures work. The loss that a closure
@@ -73,27 +72,14 @@ class DistributedOptimizer(FrontEnd, Optimizer):
     ) -> None:  # fmt: skip
         ranks = exclusive_communicator(timeout) if comm is None else comm
         with checking_together(ranks, owned=comm is None) as terms:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
             if backward_passes < 1:
                 raise ValueError(f"backward_passes must be at least 1, got {backward_passes}")
             chosen = choose_algorithm(algorithm, compressor)
             settings = Settings.from_options(chosen, density, warmup_steps, norm_clip, auto, options)
+            terms |= settings.terms() | self._wrap(optimizer, named_parameters, model, buckets)
+            terms |= {"backward_passes": backward_passes, "broadcast": broadcast}
             check_momentum(settings, optimizer)
-            self.inner = optimizer
-            Optimizer.__init__(self, optimizer.param_groups, optimizer.defaults)
-            self._link()
-            if named_parameters is None and model is not None:
-                named_parameters = model.named_parameters()
-            self._named = name_parameters(optimizer, named_parameters)
-            check_supported(self._named.items(), model)
-            self._gradients = BucketedGradients(self._named, buckets)
-            terms |= settings.terms() | describe(self._named)
-            terms |= {
-                "buckets": self._gradients.buckets,
-                "backward_passes": backward_passes,
-                "broadcast": broadcast,
-            }
+            warn_adaptive(settings, optimizer, ranks.rank)
         engine = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
         self._hold(engine, trainer)
         self._backward_passes = backward_passes
@@ -102,12 +88,9 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         """Whether the last mean was: what is averaged is applied by all ranks or by none."""
         self._lock = threading.Lock()  # with several devices, hooks run in several threads
         self._handles: dict[str, RemovableHandle] = {}
-        self._known = {id(parameter) for parameter in self._named.values()}
         self._expect()
         if broadcast:
             self.broadcast(model)
-
-    __repr__ = Optimizer.__repr__  # the groups, as of any optimizer
 
     # Gradients, as backward delivers them.
 
@@ -137,8 +120,7 @@ class DistributedOptimizer(FrontEnd, Optimizer):
         """The first gradient of a step: the model may have changed since the last one."""
         if self._begun:
             return
-        if not self._known.issuperset(id(p) for group in self.param_groups for p in group["params"]):
-            raise ValueError("the optimizer has parameters that are not averaged: add them by add_param_group()")
+        self._check_known()
         if not self._applied:
             self._agree_unapplied()
             self._applied = True
@@ -250,70 +232,17 @@ class DistributedOptimizer(FrontEnd, Optimizer):
             self._engine.abandon()
             self._expect()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Parameters that join later are reduced in buckets of their own. What one rank refuses, none adds."""
-        if not hasattr(self, "_engine"):  # while Optimizer.__init__ runs
-            super().add_param_group(param_group)
-            return
+    def _check_between_steps(self, what: str) -> None:
         if self._under_way:
-            raise RuntimeError("gradients are being averaged: add parameters after step()")
-        groups = self.inner.param_groups
-        number = len(groups)
-        with self._engine.uninterrupted():
-            try:
-                with self._engine.checking_together() as terms:
-                    self.inner.add_param_group(param_group)  # which checks, too
-                    check_momentum(self._engine.settings, self.inner)
-                    new = {f"group{number}.{j}": p for j, p in enumerate(groups[-1]["params"])}
-                    for name in new.keys() & self._named.keys():
-                        raise ValueError(f"the optimizer has a parameter {name} already: rename that one")
-                    check_supported(new.items())
-                    needed = [name for name, p in new.items() if p.requires_grad]
-                    terms |= describe(new) | {"parameters that require a gradient": needed}
-            except Exception:
-                del groups[number:]
-                raise
-            self._gradients.extend(new)
-            self._named |= new
-            self._known |= {id(parameter) for parameter in new.values()}
-            self._expect()
-            self.run(lambda comm: broadcast_tensors(comm, new))
+            raise RuntimeError(f"gradients are being averaged: {what} after step()")
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under "oktopk" what this rank keeps back: every rank saves its own."""
-        return {**self.inner.state_dict(), "oktopk": self._engine.state_dict()}
+    def _buckets_changed(self) -> None:
+        self._expect()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state_dict(); one of a plain optimizer will do, then residuals start at zero."""
-        own = {key: value for key, value in state_dict.items() if key != "oktopk"}
-        apply = None
-        if "oktopk" in state_dict:  # checked before the inner optimizer changes, which checks its own
-            apply = self._gradients.read_state_dict(self._engine, state_dict["oktopk"])
-        self.inner.load_state_dict(own)
-        self._link()
-        if apply is not None:
-            apply()
-            self._expect()
+        super().load_state_dict(state_dict)
         self._synchronized, self._applied = False, True  # what was averaged before belongs to another state
-
-    def _link(self) -> None:
-        """Groups and state are those of the inner optimizer, not copies."""
-        self.param_groups = self.inner.param_groups
-        self.state = self.inner.state
-
-    # What the engine does.
-
-    def broadcast(self, model: nn.Module | None = None) -> None:
-        """Give all ranks the parameters of rank 0, and the buffers of a model."""
-        tensors: dict[str, Tensor] = dict(self._named)
-        if model is not None:
-            tensors |= dict(model.named_parameters()) | dict(model.named_buffers())
-        self.run(lambda comm: broadcast_tensors(comm, tensors))
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._engine.rank
 
     def close(self) -> None:
         """Remove the hooks and end the worker thread; the inner optimizer can be used on."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from oktopk import DistributedOptimizer
+from oktopk import LocalOptimizer
 from oktopk.comm import Communicator, gather_json
 from oktopk.metrics.events import SPARSE, StepEvent
 from oktopk.metrics.sinks import flat_step
@@ -29,6 +29,7 @@ from .config.plan import Plan
 from .console import ProgressBar, log_epoch, log_transition, log_validation
 from .metrics import EpochMetrics, PhaseMetrics, RankMetrics, StepMetrics
 from .prefetch import prefetch
+from .rehearsal import AnyOptimizer
 from .run_folder import RunFolder
 from .stop import Stop
 from .tasks import StepPosition, Task
@@ -59,7 +60,7 @@ class Trainer:
         self,
         config: TrainConfig,
         task: Task[Any],
-        optimizer: DistributedOptimizer,
+        optimizer: AnyOptimizer,
         plan: Plan,
         folder: RunFolder,
         checkpoints: Checkpoints,
@@ -136,10 +137,7 @@ class Trainer:
                 poison_if_nonfinite(loss / self.config.nsteps_update).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * self.task.samples(batch)
             samples += self.task.samples(batch)
-        with metrics.measure("exposed"):
-            event = self.optimizer.synchronize()
-        with metrics.measure("update"):
-            self._update(metrics, event)
+        event = self._update(metrics)
         with metrics.measure("exposed"):
             stop_requested = self._sync_loss(metrics, total, samples)
         metrics.step_seconds = perf_counter() - start
@@ -157,13 +155,37 @@ class Trainer:
         position = StepPosition(epoch, epoch * per_epoch + in_epoch, per_epoch, self.plan.steps, self.plan.world)
         return self.config.schedule(self.config.lr, position)
 
-    def _update(self, metrics: StepMetrics, event: StepEvent) -> None:
+    def _update(self, metrics: StepMetrics) -> StepEvent:
+        """Average and step."""
+        if isinstance(self.optimizer, LocalOptimizer):
+            event = self._update_locally(metrics, self.optimizer)
+        else:
+            with metrics.measure("exposed"):
+                event = self.optimizer.synchronize()
+            with metrics.measure("update"):
+                if not event.skipped:
+                    self._clip(metrics, self.config.clip)
+                self.optimizer.step()
         metrics.phase, metrics.skipped = event.phase, event.skipped
         if event.skipped:
             self._buffers.restore()  # the forward pass may have made the running statistics non-finite
-        elif self.config.clip is not None:
-            metrics.gradient_norm = float(clip_grad_norm_(self.model.parameters(), self.config.clip))
-        self.optimizer.step()
+        return event
+
+    def _update_locally(self, metrics: StepMetrics, optimizer: LocalOptimizer) -> StepEvent:
+        """Step with this rank's gradient, clipped by both norms; the optimizer averages what it has added."""
+        with metrics.measure("update"):
+            self._clip(metrics, min((c for c in (self.config.clip, self.config.norm_clip) if c), default=None))
+            optimizer.step()
+        event = optimizer.last
+        assert event is not None
+        metrics.update_seconds -= event.exposed
+        metrics.exposed_seconds += event.exposed
+        return event
+
+    def _clip(self, metrics: StepMetrics, most: float | None) -> None:
+        if most is not None:
+            norm = float(clip_grad_norm_(self.model.parameters(), most))
+            metrics.gradient_norm = norm if math.isfinite(norm) else None
 
     def _sync_loss(self, metrics: StepMetrics, total: float, samples: int) -> bool:
         """Average the loss over all ranks; returns whether any rank was asked to stop."""

@@ -29,7 +29,7 @@ class StepMetrics:
     """Samples of the ranks with a finite loss."""
     skipped: bool = False
     gradient_norm: float | None = None
-    """After averaging, before clipping; None without clipping."""
+    """Before clipping, and after averaging unless updates are averaged; None without clipping."""
     data_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from oktopk import DistributedOptimizer, run_threads
+from oktopk import DistributedOptimizer, LocalOptimizer, run_threads
 from oktopk.comm import Communicator
 from oktopk.kernels import backend_for, reference
 
@@ -17,7 +17,9 @@ _SIZES = (64, 10_000, 200_000)
 _STEPS = 3
 _RANKS = 2
 
-MakeOptimizer = Callable[[nn.Module, Communicator], DistributedOptimizer]
+AnyOptimizer = DistributedOptimizer | LocalOptimizer
+"""What a run averages with: gradients, or updates."""
+MakeOptimizer = Callable[[nn.Module, Communicator], AnyOptimizer]
 """Makes the run's optimizer for another model: sparse from the first step on."""
 
 

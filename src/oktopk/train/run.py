@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from oktopk import DistributedOptimizer
+from oktopk import DistributedOptimizer, LocalOptimizer
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import Communicator, agree, gather_json
+from oktopk.engine.settings import GRADIENTS, UPDATES
 
 from .building import build_optimizer, build_task
 from .checkpoint.snapshot import CheckpointError, ModelIdentity
@@ -29,7 +30,7 @@ from .console import format_summary, log_start
 from .data.problems import DataError
 from .launch import RankInfo, connect
 from .loop import Trainer
-from .rehearsal import COMPILING, must_compile, rehearse
+from .rehearsal import COMPILING, AnyOptimizer, must_compile, rehearse
 from .run_folder import RunFolder, check_folder, new_name
 from .stop import Stop
 from .tasks import Task
@@ -169,24 +170,27 @@ def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resum
             raise
 
 
-def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
+def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> AnyOptimizer:
+    inner, settings = build_optimizer(config, model), _make_settings(config)
+    if config.average == UPDATES:
+        every = config.average_state_every
+        return LocalOptimizer(inner, model=model, comm=comm, average_state_every=every, **settings)
     return DistributedOptimizer(
-        build_optimizer(config, model),
+        inner,
         model=model,
-        algorithm=_make_algorithm(config),
-        density=config.density,
-        warmup_steps=config.warmup_steps,
-        norm_clip=config.norm_clip,
         comm=comm,
+        norm_clip=config.norm_clip,
         backward_passes=config.nsteps_update,
-        auto=config.auto,
-        ramp_steps=config.ramp_steps,
         momentum=(config.momentum or 0.0) if config.momentum_correction else 0.0,
-        values=config.values,
-        fusion_entries=config.fusion_entries,
-        max_skipped=config.max_skipped,
-        ranks_per_host=config.ranks_per_host,
+        **settings,
     )
+
+
+def _make_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that both ways to average have in common."""
+    names = ("density", "warmup_steps", "auto", "ramp_steps", "values", "fusion_entries", "max_skipped")
+    settings = {name: getattr(config, name) for name in (*names, "ranks_per_host")}
+    return {"algorithm": _make_algorithm(config), **settings}
 
 
 def _compile_kernels(config: TrainConfig, device: torch.device, is_rank0: bool) -> None:
@@ -195,7 +199,7 @@ def _compile_kernels(config: TrainConfig, device: torch.device, is_rank0: bool) 
         log.info("%s", COMPILING)
     names = (
         *("compressor", "density", "values", "tau", "tau_prime", "fusion_entries", "norm_clip"),
-        *("dnn", "momentum", "momentum_correction", "weight_decay"),
+        *("dnn", "momentum", "momentum_correction", "weight_decay", "average"),
     )
     sparse = TrainConfig(**{name: getattr(config, name) for name in names}, warmup_steps=0)
     _rehearse_once(sparse, device)
@@ -223,6 +227,8 @@ def _warn_unused_options(resolved: ResolvedConfig) -> None:
     if config.algorithm == "dense":
         names = ("density", "warmup_steps", "ramp_steps", "values", "auto")
         unused |= dict.fromkeys(names, "the run is dense")
+    if config.average == GRADIENTS:
+        unused["average_state_every"] = "--average is gradients"
     if not config.compression:
         unused["compressor"] = "--compression is False"
     if workload.dataset != "an4":

@@ -219,6 +219,8 @@ class Runs:
     monkeypatch: pytest.MonkeyPatch
     stops: dict[int, Stop] = field(default_factory=dict)
     """Of each rank of the run that is under way: what a signal would be noted in."""
+    started: dict[int, WatchedTrainer] = field(default_factory=dict)
+    """The trainers of the run that is under way, by rank."""
 
     def __post_init__(self) -> None:
         self.monkeypatch.setattr(os, "fsync", lambda handle: None)  # nobody pulls the plug
@@ -234,7 +236,7 @@ class Runs:
         self.monkeypatch.setitem(WORKLOADS, "toy", workload)
         resolved = resolve({"dnn": "toy", "out": self.folder / name, "compressor": "topka", **options}, {})
         self.stops = {rank: Stop() for rank in range(world)}
-        trainers: dict[int, WatchedTrainer] = {}
+        trainers = self.started = {}
 
         def fit(trainer: WatchedTrainer) -> Any:
             trainers[trainer.optimizer.rank] = trainer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.tools.race.attach import ATTACH
-from oktopk.tools.race.contenders import KINDS, OURS, parse_contender
+from oktopk.tools.race.contenders import KINDS, LOCAL, OURS, parse_contender
 from oktopk.tools.race.spec import FULL, QUALITY, TIMING, Cell, Race, RaceError, Spec, Target, parse_target
 from oktopk.wire.message import VALUE_CODES
 
@@ -50,6 +50,21 @@ def test_defaults_are_those_of_the_front_end_and_of_the_protocol() -> None:
     assert parse_contender("oktopk:dense=*.bias+norm*").settings.dense == ("*.bias", "norm*")  # type: ignore[union-attr]
 
 
+def test_a_local_optimizer_has_any_algorithm_and_settings_of_its_own() -> None:
+    name = (
+        "local:algorithm=topka:density=0.05:values=fp16:average_state_every=50:averaged_state=exp_avg+exp_avg_sq"
+    )
+    contender = parse_contender(name)
+    assert contender.settings is not None
+    assert (contender.kind, contender.settings.density, contender.settings.values) == (LOCAL, 0.05, "fp16")
+    assert isinstance(contender.settings.algorithm, ALGORITHMS["topka"])
+    assert contender.options["average_state_every"] == 50
+    assert contender.options["averaged_state"] == ["exp_avg", "exp_avg_sq"]
+    default = parse_contender("local").settings
+    assert default == parse_contender("oktopk").settings
+    assert parse_contender("local:tau=16").algorithm.tau == 16  # type: ignore[union-attr]
+
+
 def test_every_kind_can_be_attached() -> None:
     names = [f"{kind}:2" if kind == "accumulate" else kind for kind in KINDS]
     assert {parse_contender(name).kind for name in names} == set(ATTACH)
@@ -59,6 +74,11 @@ def test_every_kind_can_be_attached() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("local:momentum=0.9", "unknown setting 'momentum'"),
+        ("local:algorithm=topk", "unknown algorithm 'topk': did you mean 'topka'"),
+        ("local:average_state_every=0", "average_state_every must be a whole number from 1 on, got 0"),
+        ("local:fp16", "did you mean values=fp16?"),
+        ("topka:algorithm=oktopk", "unknown setting 'algorithm'"),
         ("oktop", "did you mean 'oktopk'?"),
         ("ddp-fp61", "did you mean 'ddp-fp16'?"),
         ("horovod", "choose from ddp"),

@@ -30,6 +30,7 @@ PATIENCE = 500
 """Seconds; a busy machine is not a bug."""
 JOB = (sys.executable, race_cell.__file__)
 OURS = "oktopk:density=0.1:warmup_steps=3:auto=False"
+LOCAL = "local:density=0.1:warmup_steps=3:auto=False:average_state_every=2"
 CONFIG: Mapping[str, Any] = {
     "dnn": TINY,
     "lr": 0.01,
@@ -55,7 +56,7 @@ def one_cell(out: Path, name: str, race: Race, *fail: str, kind: str = QUALITY) 
 
 
 def test_a_race_of_every_kind_of_contender(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["ddp", "powersgd:1:start=3", "accumulate:2", OURS]
+    names = ["ddp", "powersgd:1:start=3", "accumulate:2", OURS, LOCAL]
     words = ["race", "--out", str(tmp_path), "--link", "none", "--contenders", ",".join(names), "--json"]
     words += ["--target", "val loss<=0.01", "--steps", "6", "--val-every-steps", "2", "--", "--dnn", TINY]
     assert main([*words, "--lr", "0.01"]) == 0
@@ -75,18 +76,19 @@ def test_a_race_of_every_kind_of_contender(tmp_path: Path, capsys: pytest.Captur
     start = {trial["curve"][0]["metrics"]["val loss"] for trial in trials.values()}
     assert len(start) == 1  # all of them begin with the same weights
     assert [list(trials[name]["phases"]) for name in names] == [
-        ["dense"], ["dense", "low-rank"], ["dense"], ["dense", "sparse"],
+        ["dense"], ["dense", "low-rank"], ["dense"], ["dense", "sparse"], ["dense", "sparse"],
     ]  # fmt: skip
     assert trials[OURS]["phases"]["dense"]["steps"] == 3
     # With the same seed, dense steps of ours are those of DDP; two batches per step are another run.
     assert trials[OURS]["curve"][1]["metrics"] == trials["ddp"]["curve"][1]["metrics"]
     assert trials["accumulate:2"]["curve"][1]["metrics"] != trials["ddp"]["curve"][1]["metrics"]
     assert rows[OURS]["of_dense"] < rows["ddp"]["of_dense"] == pytest.approx(1.0)
+    assert rows[OURS]["of_dense"] + 0.4 < rows[LOCAL]["of_dense"]  # which has averaged its moments three times
     assert rows["powersgd:1:start=3"]["of_dense"] < 0.9
     assert {path.name for path in tmp_path.iterdir()} >= {"race.json", "race.csv", "race.html", "race.svg"}
 
 
-@pytest.mark.parametrize("name", ["ddp", OURS])
+@pytest.mark.parametrize("name", ["ddp", OURS, LOCAL])
 def test_a_cell_that_resumes_in_its_middle_has_the_same_curve(tmp_path: Path, name: str) -> None:
     race = Race(CONFIG, steps=9, val_every=3, target=Target("val loss", 0.01), save_seconds=0.0)
     whole = one_cell(tmp_path / "whole", name, race)

@@ -68,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "powersgd:R, torch's hook of rank R after start=20 dense steps; accumulate:N, DDP with N batches per "
         "step; an algorithm of oktopk with any settings, like "
         f"oktopk:density=0.05:values=fp16:warmup_steps=10:auto=False ({', '.join(ALGORITHMS)}; without settings, "
-        "the defaults of OkTopkState). Any of them takes lr=FACTOR for its learning rate",
+        "the defaults of OkTopkState); local, which averages the updates of every rank's own optimizer, like "
+        "local:density=0.01:values=fp16 (without settings, the defaults of LocalOptimizer). Any of them takes "
+        "lr=FACTOR for its learning rate",
     )
     parser.add_argument(
         "--link", default="100mbit", metavar="RATE,…",

@@ -1,9 +1,10 @@
-"""Attach a contender to a model: a DDP model with its hook, and what it reports about each step."""
+"""Attach a contender to a model and its optimizer, and say what it reports about each step."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 
 from oktopk.algorithms.volume import WORD_BYTES, ring_words
+from oktopk.frontends.base import FrontEnd
 from oktopk.frontends.ddp import OkTopkState
+from oktopk.frontends.local import LocalOptimizer
 from oktopk.metrics.events import DENSE, SPARSE
 from oktopk.tools.hooks import BF16, FP16, HOOKS, ONE_BUCKET, POWERSGD, register_power_sgd
 
-from .contenders import ACCUMULATE, OURS, Contender
+from .contenders import ACCUMULATE, LOCAL, OF_LOCAL, OURS, Contender
 
 RAMP, LOW_RANK = "ramp", "low-rank"
 """Phases besides dense and sparse: the density still falls; PowerSGD compresses."""
@@ -26,20 +30,38 @@ _REHEARSED = 3
 
 
 class Attached:
-    """A DDP model whose gradients a contender averages. Plain DDP is the base of all."""
+    """A model and its optimizer, as a contender trains them. Plain DDP is the base of all."""
 
     resumable = True
     """Whether a new process can continue exactly where state_dict() was taken."""
 
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
-        self.contender = contender
-        self.model = DistributedDataParallel(
-            network,
-            bucket_cap_mb=ONE_BUCKET if contender.kind == POWERSGD else None,
+        self.contender, self.network, self.optimizer = contender, network, optimizer
+        self.model = self._wrap()
+        self.parameters = sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+    def _wrap(self) -> nn.Module:
+        return DistributedDataParallel(
+            self.network,
+            bucket_cap_mb=ONE_BUCKET if self.contender.kind == POWERSGD else None,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # they are averaged before a validation
         )
-        self.parameters = sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A block whose backward passes are not the last ones of the step."""
+        return self.ddp.no_sync()
+
+    def step(self, clip: float | None) -> None:
+        """Clip to this norm, and step."""
+        if clip is not None and not self.skipped:
+            clip_grad_norm_(self.network.parameters(), clip)
+        self.optimizer.step()
 
     def phase(self, step: int) -> str:
         """The phase of the step that was done last, number `step` from 0."""
@@ -58,11 +80,11 @@ class Attached:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to resume, besides model and optimizer."""
-        return {}
+        """The optimizer's, and under "oktopk" what this rank needs besides to resume."""
+        return {**self.optimizer.state_dict(), "oktopk": {}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "oktopk"})
 
     def close(self) -> None:
         pass
@@ -74,7 +96,7 @@ class _Hooked(Attached):
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
         if contender.kind != ACCUMULATE:
-            HOOKS[contender.kind](self.model)
+            HOOKS[contender.kind](self.ddp)
 
     def sent_bytes(self, step: int) -> float:
         return self._ring(self.parameters, 2 if self.contender.kind in (FP16, BF16) else WORD_BYTES)
@@ -85,7 +107,7 @@ class _PowerSgd(Attached):
 
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
-        self._state = register_power_sgd(self.model, contender.rank, contender.warmup_steps, 1)
+        self._state = register_power_sgd(self.ddp, contender.rank, contender.warmup_steps, 1)
         self._compressed = 0
 
     def phase(self, step: int) -> str:
@@ -96,55 +118,94 @@ class _PowerSgd(Attached):
         return self._ring(self.parameters if self.phase(step) == DENSE else self._compressed - before)
 
 
-class _Ours(Attached):
+class _FrontEnd(Attached):
+    """One of ours: what it reports is in its events."""
+
+    front: FrontEnd
+
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
-        assert contender.algorithm is not None
-        self._state = OkTopkState(
-            algorithm=contender.algorithm, **{**contender.options, "warmup_steps": contender.warmup_steps}
-        ).register(self.model, optimizer)
         assert contender.settings is not None
         self._settings = contender.settings
+        self._options: dict[str, Any] = {
+            **contender.options, "algorithm": contender.algorithm, "warmup_steps": contender.warmup_steps
+        }  # fmt: skip
 
     def phase(self, step: int) -> str:
-        assert self._state.last is not None
-        phase = self._state.last.phase
+        assert self.front.last is not None
+        phase = self.front.last.phase
         ramp = self._settings.ramp_steps and step < self._settings.warmup_steps + self._settings.ramp_steps
         return RAMP if ramp and phase == SPARSE else phase
 
     def sent_bytes(self, step: int) -> float:
-        assert self._state.last is not None
-        return self._state.last.wire.sent_bytes
+        assert self.front.last is not None
+        return self.front.last.wire.sent_bytes
 
     @property
     def skipped(self) -> bool:
-        return self._state.skipped
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state.load_state_dict(state)
+        return self.front.skipped
 
     def close(self) -> None:
-        self._state.close()
+        self.front.close()
+
+
+class _Ours(_FrontEnd):
+    """DDP with our hook."""
+
+    def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(contender, network, optimizer)
+        self.front = OkTopkState(**self._options).register(self.ddp, optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "oktopk": self.front.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.front.load_state_dict(state_dict["oktopk"])
+        super().load_state_dict(state_dict)
+
+
+class _Local(_FrontEnd):
+    """The model without DDP, and an optimizer of every rank whose updates are averaged."""
+
+    def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(contender, network, optimizer)
+        self.front = self.optimizer = LocalOptimizer(optimizer, model=network, **self._options)
+
+    def _wrap(self) -> nn.Module:
+        return self.network
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, clip: float | None) -> None:
+        """Clip this rank's own gradient, and step."""
+        if clip is not None:
+            clip_grad_norm_(self.network.parameters(), clip)
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(dict(state_dict))
 
 
 ATTACH: dict[str, Callable[[Contender, nn.Module, Optimizer], Attached]] = {
     **dict.fromkeys((*HOOKS, ACCUMULATE), _Hooked),
     POWERSGD: _PowerSgd,
     OURS: _Ours,
+    LOCAL: _Local,
 }
 
 
 def attach(contender: Contender, network: nn.Module, optimizer: Optimizer) -> Attached:
-    """Wrap the network in DDP, and let the contender average its gradients; collective."""
+    """Let the contender average what this model learns from its gradients; collective."""
     return ATTACH[contender.kind](contender, network, optimizer)
 
 
 def compiles(contender: Contender) -> bool:
     """Whether the contender has kernels that Numba compiles on first use."""
-    return contender.kind == OURS
+    return contender.kind in (OURS, LOCAL)
 
 
 def rehearse(contender: Contender, network: nn.Module) -> None:
@@ -160,14 +221,15 @@ def rehearse(contender: Contender, network: nn.Module) -> None:
         return torch.stack([(p * torch.randn(p.shape, generator=random)).sum() for p in trained]).sum()
 
     stand_in.forward = forward
-    optimizer = SGD(stand_in.parameters(), lr=0.0)
-    options = {**contender.options, "ramp_steps": 0, "auto": False}
-    attached = attach(replace(contender, warmup_steps=1, options=options), stand_in, optimizer)
+    options = {name: value for name, value in contender.options.items() if name not in OF_LOCAL}
+    options |= {"ramp_steps": 0, "auto": False}
+    stepping = SGD(stand_in.parameters(), lr=0.01)
+    attached = attach(replace(contender, warmup_steps=1, options=options), stand_in, stepping)
     random = torch.Generator().manual_seed(dist.get_rank())
     try:
         for _ in range(_REHEARSED):
-            optimizer.zero_grad()
+            attached.optimizer.zero_grad()
             attached.model(random).backward()
-            optimizer.step()
+            attached.step(None)
     finally:
         attached.close()

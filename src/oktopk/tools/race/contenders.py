@@ -1,6 +1,7 @@
 """The contenders by name: PyTorch's own, and ours with any settings.
 
     ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
+    local:density=0.01:average_state_every=50
 
 A new front end is a new kind: an entry of KINDS here, and of `attach.ATTACH`.
 """
@@ -17,19 +18,24 @@ from typing import Any, cast
 from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.engine.settings import Options, Settings
 from oktopk.frontends.ddp import OkTopkState
+from oktopk.frontends.local import LocalOptimizer
 from oktopk.tools.hooks import BF16, DDP, FP16, HOOKS, POWERSGD
 from oktopk.wire.message import VALUE_CODES
 
 from .spec import RaceError
 
-ACCUMULATE, OURS = "accumulate", "ours"
-KINDS = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, *ALGORITHMS)
+ACCUMULATE, OURS, LOCAL = "accumulate", "ours", "local"
+KINDS = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, *ALGORITHMS, LOCAL)
 """What the name of a contender begins with."""
-_LR, _START, _BUCKETS, _PATTERNS = "lr", "start", "buckets", "dense"
+_LR, _START, _BUCKETS, _PATTERNS, _ALGORITHM = "lr", "start", "buckets", "dense", "algorithm"
+_STATE_EVERY, _STATE = "average_state_every", "averaged_state"
+OF_LOCAL = (_STATE_EVERY, _STATE)
+"""Settings of a LocalOptimizer only."""
+_NOT_LOCAL = ("momentum", "norm_clip")
+_MAIN = ("density", "warmup_steps", "norm_clip", "auto")
 _DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(OkTopkState).parameters.items()
-    if name in ("density", "warmup_steps", "norm_clip", "auto")
+    kind: {name: known.default for name, known in inspect.signature(front).parameters.items() if name in _MAIN}
+    for kind, front in ((OURS, OkTopkState), (LOCAL, LocalOptimizer))
 }
 POWERSGD_START = 20
 
@@ -40,7 +46,7 @@ class Contender:
 
     name: str
     kind: str
-    """A name of torch's hooks, `accumulate`, or OURS."""
+    """A name of torch's hooks, `accumulate`, OURS (gradients are averaged), or LOCAL (updates are)."""
     rank: int = 1
     """Rank of PowerSGD."""
     passes: int = 1
@@ -51,16 +57,17 @@ class Contender:
     """Dense steps before compression."""
     algorithm: Algorithm | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of OkTopkState."""
+    """Keywords of OkTopkState, or of LocalOptimizer."""
 
     @property
     def settings(self) -> Settings | None:
         """The settings of one of ours; None for torch's."""
         if self.algorithm is None:
             return None
-        given = {**_DEFAULTS, **self.options, "warmup_steps": self.warmup_steps}
-        main = {name: given.pop(name) for name in _DEFAULTS}
-        given.pop(_BUCKETS, None)
+        given = {**_DEFAULTS[self.kind], **self.options, "warmup_steps": self.warmup_steps}
+        main = {name: given.pop(name, None) for name in _MAIN}
+        for name in (_BUCKETS, *OF_LOCAL):
+            given.pop(name, None)
         return Settings.from_options(self.algorithm, options=cast(Options, given), **main)
 
     def with_warmup(self, most: int) -> Contender:
@@ -82,11 +89,11 @@ def parse_contender(text: str) -> Contender:
     counts = [word for word in words if "=" not in word]
     given = dict(_setting(text, word, _known_keys(head)) for word in words if "=" in word)
     lr = _positive(text, _LR, given.pop(_LR, 1.0))
-    if head in ALGORITHMS:
+    if head in ALGORITHMS or head == LOCAL:
         if counts:
             more = f"; did you mean values={counts[0]}?" if counts[0] in VALUE_CODES else ""
             raise RaceError(f"{text}: settings have the form key=value, got {counts[0]!r}{more}")
-        return _parse_ours(text, ALGORITHMS[head](), lr, given)
+        return _parse_ours(text, LOCAL if head == LOCAL else OURS, _algorithm(text, head, given), lr, given)
     if len(counts) > (head in (POWERSGD, ACCUMULATE)):
         raise RaceError(f"{text}: {counts[-1]!r} is not understood; settings have the form key=value")
     if head in HOOKS:
@@ -100,14 +107,25 @@ def parse_contender(text: str) -> Contender:
     return Contender(text, head, passes=passes, lr=lr)
 
 
-def _parse_ours(text: str, algorithm: Algorithm, lr: float, given: dict[str, Any]) -> Contender:
+def _algorithm(text: str, head: str, given: dict[str, Any]) -> Algorithm:
+    """The algorithm of one of ours: its name is the contender's, or a setting of a local one."""
+    name = str(given.pop(_ALGORITHM, "oktopk")) if head == LOCAL else head
+    if name not in ALGORITHMS:
+        raise RaceError(f"{text}: unknown algorithm {name!r}: {_hint(name, list(ALGORITHMS))}")
+    return ALGORITHMS[name]()
+
+
+def _parse_ours(text: str, kind: str, algorithm: Algorithm, lr: float, given: dict[str, Any]) -> Contender:
     own = {name: given.pop(name) for name in _constants(algorithm) if name in given}
-    if isinstance(given.get(_PATTERNS), str):
-        given[_PATTERNS] = given[_PATTERNS].split("+")
-    warmup = given.pop("warmup_steps", _DEFAULTS["warmup_steps"])
+    for name in (_PATTERNS, _STATE):
+        if isinstance(given.get(name), str):
+            given[name] = given[name].split("+")
+    warmup = given.pop("warmup_steps", _DEFAULTS[kind]["warmup_steps"])
+    if given.get(_STATE_EVERY) is not None:
+        _whole(text, _STATE_EVERY, given[_STATE_EVERY], 1)
     try:
         algorithm = replace(algorithm, **own)
-        contender = Contender(text, OURS, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
+        contender = Contender(text, kind, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
         assert contender.settings is not None
     except (ValueError, TypeError) as error:
         raise RaceError(f"{text}: {error}") from error
@@ -120,9 +138,13 @@ def _constants(algorithm: Algorithm) -> list[str]:
 
 
 def _known_keys(head: str) -> list[str]:
+    settings = [item.name for item in fields(Settings) if item.name != _ALGORITHM]
     if head in ALGORITHMS:
-        settings = [item.name for item in fields(Settings) if item.name != "algorithm"]
         return [_LR, *settings, _BUCKETS, *_constants(ALGORITHMS[head]())]
+    if head == LOCAL:
+        constants = {name: None for algorithm in ALGORITHMS.values() for name in _constants(algorithm())}
+        useful = [name for name in settings if name not in _NOT_LOCAL]
+        return [_LR, _ALGORITHM, *useful, _BUCKETS, *OF_LOCAL, *constants]
     return [_LR, _START] if head == POWERSGD else [_LR]
 
 

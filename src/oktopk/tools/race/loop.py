@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
 
 from oktopk.comm import Communicator, gather_json
 from oktopk.tools.lab.hosts import interface_sent_bytes
@@ -31,7 +29,7 @@ from oktopk.train.prefetch import prefetch
 from oktopk.train.rehearsal import must_compile
 from oktopk.train.tasks import StepPosition
 
-from .attach import Attached, attach, compiles, rehearse
+from .attach import attach, compiles, rehearse
 from .cells import COMPILING, CellFolder, Point, Step, finite
 from .contenders import Contender, parse_contender
 from .spec import LOOPBACK, TIMING, RaceError, Spec
@@ -83,7 +81,6 @@ class CellLoop:
         self.config = replace(config, momentum_correction=corrects, nsteps_update=passes)
         self.task = build_task(self.config, comm.rank, comm.world)
         self.network: nn.Module = self.task.model
-        self.optimizer: Optimizer = build_optimizer(self.config, self.network)
         self.done = Progress()
         self._losses: list[float] = []
         self._said = 0.0
@@ -101,7 +98,7 @@ class CellLoop:
             if must_compile():
                 self._say(COMPILING)
             rehearse(self.contender, self.network)
-        self.attached = attach(self.contender, self.network, self.optimizer)
+        self.attached = attach(self.contender, self.network, build_optimizer(self.config, self.network))
         self._buffers = BufferBackup(self.network)
         identity = ModelIdentity.of(self.config.dnn, self.network)
         self._checkpoints = Checkpoints(self.folder.checkpoints, identity, keep=1)
@@ -147,20 +144,18 @@ class CellLoop:
         before, start = interface_sent_bytes(in_lab), time.perf_counter()
         self._set_lr()
         self._buffers.save()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.attached.optimizer.zero_grad(set_to_none=True)
         self.task.model = self.attached.model
         passes, total = self.config.nsteps_update, 0.0
         for number in range(passes):
             last = number == passes - 1
-            with contextlib.nullcontext() if last else self.attached.model.no_sync():
+            with contextlib.nullcontext() if last else self.attached.accumulating():
                 loss: Tensor = self.task.loss(next(batches)) / passes
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+        self.attached.step(self.config.clip)
         if self.attached.skipped:
             self._buffers.restore()
-        elif self.config.clip is not None:
-            clip_grad_norm_(self.network.parameters(), self.config.clip)
-        self.optimizer.step()
         self.task.model = self.network
         return time.perf_counter() - start, total, before
 
@@ -168,7 +163,7 @@ class CellLoop:
         done, per_epoch = self.done, self.task.steps_per_epoch
         position = StepPosition(done.epoch, done.step, per_epoch, self.limit, self.comm.world)
         lr = self.config.schedule(self.config.lr * self.contender.lr, position)
-        for group in self.optimizer.param_groups:
+        for group in self.attached.optimizer.param_groups:
             group["lr"] = lr
 
     def _record(self, seconds: float, loss: float, before: int | None) -> None:
@@ -250,7 +245,7 @@ class CellLoop:
         self.done.saved_at = self.done.clock
         if self.comm.rank == 0:
             self.folder.flush()
-        shared, own = capture_state(self.task, _Together(self.optimizer, self.attached))
+        shared, own = capture_state(self.task, self.attached)
         shared |= {"progress": asdict(self.done), "losses": self._losses}
         self._checkpoints.save(self.comm, Snapshot(self.done.step, self.done.epoch, shared, own))
 
@@ -258,7 +253,7 @@ class CellLoop:
         if not self.attached.resumable or self._checkpoints.newest(self.comm) is None:
             return
         found = self._checkpoints.load(self.comm)
-        restore_state(self.task, _Together(self.optimizer, self.attached), found.shared, found.own)
+        restore_state(self.task, self.attached, found.shared, found.own)
         self.done = Progress(**found.shared["progress"])
         self._losses = list(found.shared["losses"])
 
@@ -268,21 +263,6 @@ class CellLoop:
             metrics = {} if self._last is None else self._last.metrics
             known = {name: finite(value) for name, value in metrics.items()}
             self.folder.say(doing=doing, step=self.done.step, seconds=self.done.clock, metrics=known)
-
-
-class _Together:
-    """The optimizer and its contender as one object, for a checkpoint."""
-
-    def __init__(self, optimizer: Optimizer, attached: Attached) -> None:
-        self.optimizer, self.attached = optimizer, attached
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.optimizer.state_dict(), "oktopk": self.attached.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = dict(state_dict)
-        self.attached.load_state_dict(own.pop("oktopk"))
-        self.optimizer.load_state_dict(own)
 
 
 def _contender(spec: Spec) -> Contender:

@@ -14,13 +14,13 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from oktopk.engine.state_dict import redistribute
+from oktopk import redistribute
 from oktopk.errors import OkTopkError
 from oktopk.utils.files import atomic_path, open_regular, read_regular, sync_folder
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-OKTOPK, BUFFERS = "oktopk", "buffers"
+OKTOPK, BUFFERS, OPTIMIZER = "oktopk", "buffers", "optimizer"
 _CHUNK_BYTES = 2**20
 _LARGEST_MANIFEST = 2**26
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -44,8 +44,8 @@ class Snapshot:
     shared: Mapping[str, Any]
     """State that is the same on all ranks; rank 0 writes it."""
     own: Mapping[str, Any]
-    """This rank's own state. If the number of ranks changes, "oktopk" (the residuals) and "buffers" are
-    redistributed, and everything else becomes None.
+    """This rank's own state. If the number of ranks changes, "oktopk" (the residuals), "buffers" and, if there is
+    one, "optimizer" are redistributed, and everything else becomes None.
     """
 
 
@@ -277,7 +277,8 @@ def _verify(file: BinaryIO, record: FileRecord) -> None:
 def redistribute_rank_state(parts: Iterable[Mapping[str, Any]], rank: int, world: int) -> dict[str, Any]:
     """Compute the own state of one of `world` ranks from the states of all ranks of an earlier run.
 
-    Residuals go through oktopk.redistribute. Floating-point buffers are averaged; integer ones come from rank 0.
+    Residuals and moments go through oktopk.redistribute. Floating-point buffers are averaged; integer ones come
+    from rank 0.
     """
     names: dict[str, None] = {}
     buffers: dict[str, Tensor] = {}
@@ -292,13 +293,16 @@ def redistribute_rank_state(parts: Iterable[Mapping[str, Any]], rank: int, world
                 buffers.setdefault(name, buffer)
                 if buffer.is_floating_point():
                     sums[name] = sums.get(name, 0) + buffer.double()
-            yield part[OKTOPK]
+            yield {**part[OPTIMIZER], OKTOPK: part[OKTOPK]} if OPTIMIZER in part else part[OKTOPK]
 
     try:
-        oktopk = redistribute(states(), rank, world)
+        state = redistribute(states(), rank, world)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, DamagedCheckpoint):
             raise
         raise DamagedCheckpoint(f"the files of the ranks do not match: {error}") from error
     means = {name: (total / count).to(buffers[name].dtype) for name, total in sums.items()}
-    return {**dict.fromkeys(names), OKTOPK: oktopk, BUFFERS: buffers | means}
+    own = {**dict.fromkeys(names), OKTOPK: state, BUFFERS: buffers | means}
+    if OPTIMIZER in names:
+        own |= {OKTOPK: state.pop(OKTOPK), OPTIMIZER: state}
+    return own

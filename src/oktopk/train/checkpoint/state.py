@@ -9,12 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oktopk.engine.settings import UPDATES
+
 from ..tasks import Task
 from .snapshot import CheckpointError
 
 
 class Stateful(Protocol):
-    """An optimizer with its reducer, such as DistributedOptimizer; "oktopk" of its state is this rank's own."""
+    """An optimizer with its reducer, such as DistributedOptimizer; "oktopk" of its state is this rank's own.
+
+    So is all of its state if updates are averaged, because then moments differ from rank to rank.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -25,8 +30,10 @@ def capture_state(task: Task[Any], optimizer: Stateful) -> tuple[dict[str, Any],
     """Return the state that all ranks share, and this rank's own."""
     state = optimizer.state_dict()
     oktopk = state.pop("oktopk")
-    shared = {"parameters": dict(task.model.named_parameters()), "optimizer": state}
-    own = {
+    shared: dict[str, Any] = {"parameters": dict(task.model.named_parameters())}
+    own: dict[str, Any] = {}
+    (own if oktopk.get("averages") == UPDATES else shared)["optimizer"] = state
+    own |= {
         "oktopk": oktopk,
         "buffers": dict(task.model.named_buffers()),
         "random": _random_state(),
@@ -42,7 +49,8 @@ def restore_state(task: Task[Any], optimizer: Stateful, shared: Mapping[str, Any
         _copy(shared["parameters"][name], parameter, name)
     for name, buffer in task.model.named_buffers():
         _copy(own["buffers"][name], buffer, name)
-    optimizer.load_state_dict({**shared["optimizer"], "oktopk": own["oktopk"]})
+    state = own["optimizer"] if "optimizer" in own else shared["optimizer"]
+    optimizer.load_state_dict({**state, "oktopk": own["oktopk"]})
     if own["random"] is not None:
         _set_random_state(own["random"])
         task.load_state_dict(own["task"])

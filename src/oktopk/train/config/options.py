@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.engine.settings import Settings
+from oktopk.engine.settings import GRADIENTS, UPDATES, Settings
 from oktopk.errors import OkTopkError
 from oktopk.wire.message import VALUE_CODES
 
@@ -123,7 +123,12 @@ class TrainConfig:
     )
     momentum: float | None = option(None, number(least=0, up_to=1), OPTIMIZER, "SGD momentum")
     weight_decay: float | None = option(None, number(least=0), OPTIMIZER, "weight decay")
-    clip: float | None = option(None, number(above=0), OPTIMIZER, "clip the averaged gradient to this norm")
+    clip: float | None = option(
+        None,
+        number(above=0),
+        OPTIMIZER,
+        "clip the averaged gradient to this norm; with --average updates, each rank's own gradient",
+    )
     norm_clip: float | None = option(
         None, number(above=0), OPTIMIZER, "clip each rank's gradient to this norm before compression"
     )
@@ -138,6 +143,19 @@ class TrainConfig:
         "fraction of its gradient entries that a rank sends in a sparse step",
     )
     warmup_steps: int = option(128, integer(0), COMPRESSION, "dense steps before the sparse phase")
+    average: str = option(
+        GRADIENTS,
+        one_of((GRADIENTS, UPDATES)),
+        COMPRESSION,
+        "what ranks average: gradients, or updates: every rank runs its own optimizer, and what it would add to "
+        "the parameters is compressed (for adaptive optimizers such as AdamW)",
+    )
+    average_state_every: int | None = option(
+        None,
+        integer(1),
+        COMPRESSION,
+        "with --average updates: average the second moments (exp_avg_sq) densely every N steps",
+    )
     momentum_correction: bool = option(
         False,
         switch,

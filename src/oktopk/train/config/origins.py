@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from oktopk.engine.settings import UPDATES
 from oktopk.utils.files import read_regular
 
 from ..tasks import WORKLOADS
@@ -64,7 +65,13 @@ def resolve(given: Mapping[str, Any], environment: Mapping[str, str], config: st
         raise ConfigError(
             f"{workload.dnn} trains on {workload.dataset}, not on {values['dataset']!r}: remove --dataset"
         )
-    return ResolvedConfig(TrainConfig(**values), {name: origins.get(name, DEFAULT) for name in OPTIONS})
+    resolved = ResolvedConfig(TrainConfig(**values), {name: origins.get(name, DEFAULT) for name in OPTIONS})
+    if resolved.config.average == UPDATES and resolved.config.momentum_correction:
+        raise ConfigError(
+            "momentum_correction is for gradients, and average is updates, which have the momentum of each rank's "
+            "optimizer: set one of them only"
+        )
+    return resolved
 
 
 def find_differences(saved: TrainConfig, now: ResolvedConfig) -> list[str]:

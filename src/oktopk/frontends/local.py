@@ -1,0 +1,304 @@
+"""LocalOptimizer: every rank runs its own optimizer, and what it would add to the parameters is averaged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import Unpack
+
+from ..algorithms import Algorithm
+from ..comm import Communicator, agree, checking_together, exclusive_communicator
+from ..engine.async_reducer import AsyncReducer, Scaler
+from ..engine.settings import UPDATES, Options, Settings
+from ..feedback.buckets import DEFAULT_BUCKET_MB, BucketPlan
+from ..metrics.events import MetricsSink, StepEvent
+from ..wire.sparse_vector import all_finite
+from .base import choose_algorithm
+from .updates import LocalUpdates, average_state
+from .wrapped import WrappedOptimizer
+
+_log = logging.getLogger(__name__)
+
+_REFUSED = {
+    "momentum": "momentum correction is for gradients, and updates have the optimizer's momentum: leave it out",
+    "norm_clip": "call clip_grad_norm_(model.parameters(), …) before step(), which clips this rank's gradient",
+    "backward_passes": "gradients accumulate until step(), after any number of backward passes: leave it out",
+}
+
+
+class _AmpScaler(Scaler, Protocol):
+    """torch.amp.GradScaler, with where it has noted whether gradients were infinite."""
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[Any, Tensor]: ...
+
+
+class LocalOptimizer(WrappedOptimizer):
+    """Any torch optimizer, run by every rank on its own gradients; the sparse mean of its updates is applied.
+
+    Use it for adaptive optimizers such as AdamW: sparse gradients arrive in bursts, which spoil their second
+    moments; updates do not. It is the case H = 1 of local SGD, with error feedback on the pseudo-gradients as in
+    SparseLoCo; `sync_every` is H. A step:
+
+    1. All ranks agree that all gradients are finite, in one small round. If not, all ranks skip the step:
+       parameters, optimizer state and residuals stay as they are.
+    2. The optimizer steps with this rank's gradients: update = θ_now − θ_start.
+    3. Residual + update is compressed and averaged. All ranks continue with θ_start + mean, to the bit.
+
+    Clip this rank's gradients before step(). Decoupled weight decay (AdamW, Muon, Adafactor, and groups with
+    decoupled_weight_decay=True) acts on θ_start of all parameters, the same on all ranks, and is not compressed.
+    Coupled weight decay (SGD) is a part of the update. Moments belong to this rank: every rank saves its own
+    state_dict(). A closure is called once, and its loss is this rank's own.
+
+    It is an Optimizer itself: schedulers, param_groups and state_dict work, and so does GradScaler.step(). Run
+    backward of a DistributedDataParallel model under no_sync(): the gradients must be this rank's own.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        named_parameters: pairs of name and parameter, all that the optimizer has; by default those of `model`.
+        algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
+        density: share of entries that each rank sends in a sparse step.
+        warmup_steps: number of dense steps before the sparse phase; it counts exchanges.
+        model: the model, whose parameters give the names; its buffers start as those of rank 0, too.
+        comm: the ranks; by default those of torch.distributed, over connections of its own.
+        sync_every: number of local steps between exchanges (H). Between them parameters differ from rank to rank;
+            a rank whose gradients are not finite leaves out its own step, and if it has left out all of a round,
+            all ranks skip that round.
+        average_state_every: number of exchanges after which `averaged_state` is averaged densely; None is never.
+        averaged_state: names of optimizer state that is averaged then.
+        broadcast: whether all ranks start with the parameters of rank 0.
+        buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
+        auto: measure dense and sparse steps, and use the faster way.
+        grad_scaler: the GradScaler whose step() is called with this optimizer.
+        trainer: an object whose lists of metrics are filled; see set_trainer().
+        sinks: where the metrics of every exchange go.
+        timeout: seconds that a rank that is alive may keep others waiting; by default the process group's own.
+        compressor: another name for `algorithm`.
+        **options: the other fields of `oktopk.Settings`, but for `momentum` and `norm_clip`.
+
+    Example:
+        >>> import torch, oktopk
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> with oktopk.LocalOptimizer(inner, model=model, density=0.01) as optimizer:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)    # of this rank's gradient
+        ...     optimizer.step()                                                  # steps, and averages the update
+        >>> optimizer.skipped
+        False
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler lets step() decide, which does so for all ranks
+
+    def __init__(
+        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        algorithm: str | Algorithm = "oktopk", density: float = 0.01, warmup_steps: int = 128, *,
+        model: nn.Module | None = None, comm: Communicator | None = None, sync_every: int = 1,
+        average_state_every: int | None = None, averaged_state: Sequence[str] = ("exp_avg_sq",),
+        broadcast: bool = True, buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = True,
+        grad_scaler: Scaler | None = None, trainer: Any = None, sinks: Iterable[MetricsSink] = (),
+        timeout: float | None = None, compressor: str | Algorithm | None = None, **options: Unpack[Options],
+    ) -> None:  # fmt: skip
+        ranks = exclusive_communicator(timeout) if comm is None else comm
+        with checking_together(ranks, owned=comm is None) as terms:
+            if isinstance(optimizer, LBFGS):
+                raise TypeError("LBFGS searches along gradients of all ranks: use oktopk.DistributedOptimizer")
+            _check_count("sync_every", sync_every)
+            if average_state_every is not None:
+                _check_count("average_state_every", average_state_every)
+            if isinstance(averaged_state, str) or not all(isinstance(key, str) for key in averaged_state):
+                raise ValueError(f"averaged_state must be names such as ['exp_avg_sq'], got {averaged_state!r}")
+            chosen = choose_algorithm(algorithm, compressor)
+            settings = Settings.from_options(chosen, density, warmup_steps, None, auto, _accepted(options))
+            network = model.module if isinstance(model, DistributedDataParallel) else model
+            terms |= settings.terms() | self._wrap(optimizer, named_parameters, network, buckets, torch.float32)
+            terms |= {"sync_every": sync_every, "average_state_every": average_state_every, "broadcast": broadcast}
+            terms |= {"averaged_state": list(averaged_state)}
+        engine = AsyncReducer(settings, ranks, owns_comm=comm is None, sinks=sinks, averages=UPDATES)
+        self._hold(engine, trainer)
+        self.sync_every = sync_every
+        self._average_state_every, self._averaged_state = average_state_every, tuple(averaged_state)
+        self._scaler = cast("_AmpScaler | None", grad_scaler)
+        self._updates = LocalUpdates()
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        if self._ddp is not None:
+            self._ddp.require_forward_param_sync = False  # a forward pass whose gradients it averages sets it
+        if broadcast:
+            self.broadcast(network)
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let this rank's optimizer step; every `sync_every` steps, average what it added to the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._engine.uninterrupted(), torch.no_grad():
+            self._begin()
+            nonfinite = self._find_nonfinite()
+            reasons = [] if self._updates.taken else nonfinite
+            ends = self._updates.steps + 1 >= self.sync_every
+            if ends and not self._agree(reasons):
+                self._skip(reasons)
+            else:
+                self._step_locally(nonfinite)
+                if ends:
+                    self._exchange()
+        return loss
+
+    def synchronize(self) -> StepEvent | None:
+        """End a round of local steps early, on all ranks: to validate or save. Between rounds it does nothing."""
+        if self._updates.steps:
+            with self._engine.uninterrupted(), torch.no_grad():
+                reasons = [] if self._updates.taken else ["all local steps"]
+                if self._agree(reasons):
+                    self._exchange()
+                else:
+                    self._skip(reasons)
+        return self.last
+
+    def _begin(self) -> None:
+        self._check_known()
+        if self._ddp is not None and self._ddp.require_forward_param_sync:
+            raise RuntimeError(
+                "DistributedDataParallel has averaged these gradients: run forward and backward under "
+                "model.no_sync(), or use oktopk.OkTopkState"
+            )
+        if not self._updates.steps:
+            self._gradients.follow(self._engine)
+        for name in self._named.keys() - set(self._gradients.names):  # frozen: it stays where it is
+            self._named[name].grad = None
+
+    def _find_nonfinite(self) -> list[str]:
+        """The parameters whose gradients are not finite here, after a GradScaler's scale is taken off."""
+        seen = self._unscale()
+        found = [name for name in self._gradients.names if not _is_finite(self._named[name].grad)]
+        return found or (["a scaled gradient"] if seen else [])
+
+    def _unscale(self) -> bool:
+        """Take a GradScaler's scale off the gradients; whether it has seen one that was not finite."""
+        seen = getattr(self, "found_inf", None)  # what GradScaler.step() sets, and removes afterwards
+        if seen is None:
+            if self._scaler is not None and self._scaler.is_enabled():
+                raise RuntimeError("the gradients are scaled: call scaler.step(optimizer), not optimizer.step()")
+            return False
+        if self._scaler is None:
+            raise RuntimeError("pass LocalOptimizer(grad_scaler=…), so that all ranks lower the scale together")
+        scale, grads = getattr(self, "grad_scale", None), self._grads()
+        if scale is not None and grads:  # None if the user has called unscale_() before
+            torch._foreach_mul_(grads, 1.0 / float(scale))
+        return bool(seen)
+
+    def _grads(self) -> list[Tensor]:
+        return [p.grad for name in self._gradients.names if (p := self._named[name]).grad is not None]
+
+    def _agree(self, reasons: Sequence[str]) -> bool:
+        """Ask all ranks, in one small round, whether each has an update; `reasons` are why this one has none.
+
+        They also compare weight decay, which each of them applies by itself.
+        """
+        digest, factors = self._updates.describe_decay(self.inner)
+
+        def ask(comm: Communicator) -> bool:
+            answers = comm.all_gather_ints([len(reasons), digest], "local steps")
+            if any(theirs != digest for _, theirs in answers):
+                agree(comm, {"learning rate and weight decay (1 - lr * weight_decay by group)": factors})
+            return not any(count for count, _ in answers)
+
+        return self._engine.run(ask, counted=True)
+
+    def _step_locally(self, nonfinite: Sequence[str]) -> None:
+        if not self._updates.steps:
+            self._updates.begin({name: self._named[name] for name in self._gradients.names}, self.inner)
+        if nonfinite:
+            where = ", ".join(nonfinite[:5])
+            _log.warning("oktopk: rank %d leaves out a local step: non-finite gradients in %s", self.rank, where)
+        try:
+            self._updates.step(self.inner, not nonfinite)
+        except Exception as error:
+            self._updates.restore()
+            self._engine.give_up(error)  # the other ranks wait for this one's update
+
+    def _exchange(self) -> None:
+        """Average the updates of all ranks, and apply the mean; a skipped or failed step leaves θ_start."""
+        engine, updates = self._engine, self._updates
+        try:
+            if self._average_state_every and (engine.step + 1) % self._average_state_every == 0:
+                engine.run(self._average_state, counted=True)
+            for bucket in self._gradients.buckets:
+                self._gradients.submit_filled(engine, bucket, partial(updates.write, bucket))
+            engine.finish()
+        except Exception:
+            updates.restore()
+            raise
+        if engine.skipped:
+            updates.restore()
+            return
+        for bucket in self._gradients.buckets:
+            updates.apply(bucket, self._gradients.flat(bucket))
+        updates.end()
+
+    def _average_state(self, comm: Communicator) -> None:
+        for key in self._averaged_state:
+            average_state(comm, self._gradients, self.inner, key)
+
+    def _skip(self, reasons: Sequence[str]) -> None:
+        """Skip the step on all ranks. The engine counts, reports and, after `max_skipped`, raises it."""
+        self._updates.restore()
+        if self._scaler is not None and self._scaler.is_enabled():
+            for seen in self._scaler._found_inf_per_device(self).values():
+                seen.fill_(1.0)
+        self._engine.skip_next(reasons)
+        for bucket in self._gradients.buckets:
+            self._gradients.submit_filled(self._engine, bucket, Tensor.zero_)
+        self._engine.finish()
+
+    # What an optimizer does.
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._updates.steps:
+            raise RuntimeError(
+                f"a round of local steps is under way, and ranks differ: call synchronize() before you {what}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's of this rank, and under "oktopk" its residuals: every rank saves its own.
+
+        Between rounds only: call synchronize() first if sync_every > 1.
+        """
+        self._check_between_steps("save")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from this rank's state_dict(); one of a plain optimizer will do, then residuals start at zero.
+
+        Args:
+            state_dict: of the same rank and number of ranks; see `oktopk.redistribute` for another number.
+        """
+        super().load_state_dict(state_dict)
+        self._updates.end()
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _accepted(options: Options) -> Options:
+    """The options; a ValueError for those that are of no use here."""
+    given = dict(options)
+    for name, remedy in _REFUSED.items():
+        if given.pop(name, None):
+            raise ValueError(f"LocalOptimizer has no {name}: {remedy}")
+    return cast(Options, given)
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    return grad is None or all_finite(grad._values() if grad.is_sparse else grad)

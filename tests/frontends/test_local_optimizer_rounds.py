@@ -1,0 +1,122 @@
+"""LocalOptimizer with several local steps between exchanges: the laws of local SGD."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import oktopk
+from tests.frontends.test_local_optimizer import DENSE, simulate
+from tests.support.stepping import on_ranks, through_a_file
+from tests.support.wrapping import (
+    MakeOptimizer,
+    adamw,
+    assert_replicas,
+    loss_of,
+    make_model,
+    momentum_sgd,
+    train,
+    values,
+    wrap_local,
+)
+
+
+@pytest.mark.parametrize("make", [momentum_sgd, adamw], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("every", [2, 5])
+def test_dense_rounds_are_local_training_as_it_is_defined(every: int, make: MakeOptimizer) -> None:
+    """Ranks differ within a round, and are the same to the bit after it."""
+
+    def job(comm: oktopk.Communicator) -> list[dict[str, Tensor]]:
+        model, found = make_model(), []
+        with wrap_local(model, comm, make, sync_every=every, **DENSE) as optimizer:
+            for step in range(3 * every):
+                train(model, optimizer, comm.rank, [step])
+                found.append(values(model))
+            assert optimizer.stats()["step"] == 3
+        return found
+
+    ranks = on_ranks(3, job)
+    for step, of_ranks in enumerate(zip(*ranks, strict=True)):
+        if (step + 1) % every == 0:
+            assert_replicas(of_ranks)
+        else:
+            assert not torch.equal(of_ranks[0]["0.weight"], of_ranks[1]["0.weight"])
+    torch.testing.assert_close(ranks[0][-1], simulate(3, make, 3, every), rtol=1e-4, atol=1e-6)
+
+
+def test_sparse_rounds_keep_replicas_and_resume_between_rounds() -> None:
+    def job(comm: oktopk.Communicator) -> dict[str, Tensor]:
+        whole, first, second = make_model(), make_model(), make_model(seed=5)
+        with wrap_local(whole, comm, sync_every=3) as optimizer:
+            train(whole, optimizer, comm.rank, range(15))
+            assert optimizer.stats()["sparse"] == 1.0
+        with wrap_local(first, comm, sync_every=3) as optimizer:
+            train(first, optimizer, comm.rank, range(9))
+            state = through_a_file(optimizer.state_dict())
+        second.load_state_dict(values(first))
+        with wrap_local(second, comm, sync_every=3) as optimizer:
+            optimizer.load_state_dict(state)
+            train(second, optimizer, comm.rank, range(9, 15))
+        assert_replicas([values(whole), values(second)])
+        return values(whole)
+
+    assert_replicas(on_ranks(3, job))
+
+
+def test_a_round_under_way_is_not_saved_but_may_end_early() -> None:
+    def job(comm: oktopk.Communicator) -> dict[str, Tensor]:
+        model = make_model()
+        with wrap_local(model, comm, sync_every=4) as optimizer:
+            assert optimizer.synchronize() is None
+            train(model, optimizer, comm.rank, range(6))
+            with pytest.raises(RuntimeError, match=r"ranks differ: call synchronize\(\) before you save"):
+                optimizer.state_dict()
+            with pytest.raises(RuntimeError, match=r"call synchronize\(\) before you add parameters"):
+                optimizer.add_param_group({"params": []})
+            event = optimizer.synchronize()
+            assert event is not None
+            assert event.step == 1
+            assert optimizer.synchronize() is event
+            optimizer.state_dict()
+            train(model, optimizer, comm.rank, range(6, 10))
+            assert optimizer.stats()["step"] == 3
+        return values(model)
+
+    assert_replicas(on_ranks(2, job))
+
+
+def test_a_rank_leaves_out_a_step_alone_but_a_lost_round_is_lost_on_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    every = 3
+
+    def job(comm: oktopk.Communicator) -> list[dict[str, Tensor]]:
+        model, found = make_model(), [values(make_model())]
+        with wrap_local(model, comm, sync_every=every) as optimizer:
+            for step in range(9):
+                # One step of the first round, all of the second one, none of the third.
+                spoilt = comm.rank == 1 and (step == 2 or step // every == 1)
+                optimizer.zero_grad()
+                (loss_of(model, comm.rank, step) * (math.nan if spoilt else 1.0)).backward()
+                optimizer.step()
+                if (step + 1) % every == 0:
+                    assert optimizer.skipped == (step // every == 1)
+                    found.append(values(model))
+        return found
+
+    with caplog.at_level(logging.WARNING, "oktopk"):
+        ranks = on_ranks(2, job)
+    for of_ranks in zip(*ranks, strict=True):
+        assert_replicas(of_ranks)
+    start, first, second, third = ranks[0]
+    assert not torch.equal(start["0.weight"], first["0.weight"])
+    assert_replicas([first, second])
+    assert not torch.equal(second["0.weight"], third["0.weight"])
+    assert all(bool(value.isfinite().all()) for value in third.values())
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("rank 1 leaves out a local step" in text for text in said) == 3
+    assert sum("step 1 skipped on all ranks: non-finite gradients in rank 1: " in text for text in said) == 1
