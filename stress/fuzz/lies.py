@@ -13,18 +13,23 @@ from torch import Tensor
 
 from oktopk.comm.messages import LENGTH, pack
 from oktopk.kernels import codes, index_dtype
+from oktopk.kernels.coding import LANES
+from oktopk.kernels.types import padded
 from oktopk.wire.message import HEADER_BYTES, MAGIC, Tag, ValueCode, decode, encode
 from oktopk.wire.sparse_vector import SparseVector
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
-HEADER, MANY, FEW, PLACES, VALUES, NAN, FLAG = (
-    "another step or region", "too many entries", "few entries", "other places", "other values", "NaN", "NaN flag",
+HEADER, MANY, FEW, PLACES, VALUES, TWIN, NAN, FLAG = (
+    "another step or region", "too many entries", "few entries", "other places", "other values",
+    "other values of the same checksum", "NaN", "NaN flag",
 )  # fmt: skip
 CONTROL = "control"
-KINDS = (HEADER, MANY, FEW, PLACES, PLACES, VALUES, VALUES, NAN, FLAG)
+KINDS = (HEADER, MANY, FEW, PLACES, PLACES, VALUES, VALUES, TWIN, NAN, FLAG)
 _FIELDS = {"step": (24, "<Q"), "bucket": (32, "<I"), "sender": (36, "<I"), "size": (40, "<Q"), "start": (48, "<Q"),
            "span": (56, "<Q"), "phase": (20, "<B")}  # fmt: skip
 _VALUE_CODE = 22
+_ENTRIES, _INDEX_BYTES = (64, "<Q"), (72, "<Q")
+_SUMMED = 16
 _SEALED = 32
 _SEALED_SENDER = 20
 _INTEGERS = (-1, 0, 1, 2, 7, 2**31 - 1, -(2**31), 2**62, -(2**63))
@@ -96,9 +101,30 @@ def _lie_about_vector(message: Tensor, kind: str, chance: Random) -> Tensor:
         data = message.numpy().copy()
         struct.pack_into(form, data.data, at, false % 256 if form == "<B" else false)
         return _seal(data)
+    if kind == TWIN:
+        return _twin(message, chance)
     known, code = decode(message.clone(), tag), ValueCode(int(message[_VALUE_CODE]))
     vector = _false_vector(known.vector, tag, kind, chance)
     return encode(vector, tag, code, nonfinite=kind == FLAG or known.nonfinite)[0]
+
+
+def _twin(message: Tensor, chance: Random) -> Tensor:
+    """Three other signs and the same checksum: two words of one lane, the second of which undoes the first.
+
+    A short message has no two such words, and stays as it is.
+    """
+    data = message.numpy().copy()
+    entries, index_bytes = (struct.unpack_from(form, data.data, at)[0] for at, form in (_ENTRIES, _INDEX_BYTES))
+    width = ValueCode(int(message[_VALUE_CODE])).width
+    words = data[_SUMMED:].view(np.uint64)
+    start = (HEADER_BYTES - _SUMMED + padded(index_bytes)) // 8
+    stop = min(start + entries * width // 8, words.size // LANES * LANES) - LANES
+    if start < stop:
+        first = chance.randrange(start, stop)
+        words[first] ^= np.uint64(1 << 63)
+        words[first + LANES] ^= np.uint64(1 << 63 | 1 << 31)
+        assert _checksum(data) == struct.unpack_from("<Q", data.data, 8)[0]
+    return torch.from_numpy(data)
 
 
 def _false_vector(vector: SparseVector, tag: Tag, kind: str, chance: Random) -> SparseVector:
@@ -170,4 +196,4 @@ def _seal(data: Bytes) -> Tensor:
 
 
 def _checksum(data: Bytes) -> int:
-    return int(codes.checksum(data[16:].view(np.uint64), data.size))
+    return int(codes.checksum(data[_SUMMED:].view(np.uint64), data.size))

@@ -18,16 +18,20 @@ from torch import Tensor
 
 import oktopk
 from oktopk.comm import Operation, Pending, Wrapped
-from oktopk.errors import OkTopkError
-from stress.fuzz.lies import CONTROL, HEADER, KINDS, VALUES, Lie, in_the_name_of, lie_about
+from oktopk.errors import CommTimeout, OkTopkError
+from stress.fuzz.lies import CONTROL, HEADER, KINDS, TWIN, VALUES, Lie, in_the_name_of, lie_about
 
 SPARSE_PHASES = {
     "oktopk": ("split", "balance", "gather", "gather"), "topka": ("gather",), "gaussiank": ("gather",),
     "topkdsa": ("split", "gather"), "gtopk": ("tree", "broadcast"),
 }  # fmt: skip
 CONTROL_PHASES = {"oktopk": ("regions", "counts", "counts", "exact counts", "magnitudes", "histogram")}
+START = "start"
+"""The broadcast of the initial parameters."""
 RESULT_PHASES = ("gather", "broadcast")
 """The messages that make the result, and go to all ranks."""
+TWIN_SIZE = 20_000
+"""Long messages: short ones have no room for a twin."""
 IMPATIENT, PATIENT = 2.0, 20.0
 SAME, NAMED, FOUND, UNTOLD = "the same on all", "an error that names it", "an error", "the lie was not told"
 OUTCOMES = (SAME, NAMED, FOUND, UNTOLD)
@@ -35,6 +39,10 @@ OUTCOMES = (SAME, NAMED, FOUND, UNTOLD)
 
 class LawBroken(AssertionError):
     """Honest ranks differ, or an error is not the right one."""
+
+
+class Disturbed(LawBroken):
+    """An error is not the right one, but some rank has timed out: on a busy machine that proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,9 @@ class Case:
     lie: Lie
     hides: bool
     """Whether the liar answers every rank with that rank's own digest."""
+    momentum: float
+    """Of the engine, as the next."""
+    dense_below: int
 
     @property
     def kind(self) -> str:
@@ -71,19 +82,24 @@ def case(number: int) -> Case:
     algorithm = chance.choice(("oktopk", "oktopk", "oktopk", *SPARSE_PHASES))
     world, steps, engine = chance.choice((3, 3, 4, 5)), chance.choice((1, 2, 2, 3)), chance.random() < 0.2
     control = chance.random() < (0.4 if algorithm == "oktopk" else 0.15)
-    common = ("digest",) if engine else ("digest", "agreement")
+    common = ("digest", START, START) if engine else ("digest", "agreement")
     phases = (*CONTROL_PHASES.get(algorithm, ()), *common) if control else SPARSE_PHASES[algorithm]
     told_once = chance.random() < 0.5
     settings = ()
     if algorithm == "oktopk":
         settings = (("imbalance", chance.choice((1.0, 2.0))), ("tau_prime", chance.choice((1, 32))))
+    phase, kind = chance.choice(phases), CONTROL if control else chance.choice(KINDS)
+    liar, step = chance.randrange(world), chance.randrange(steps)
+    if phase == START:  # before the first step; most ranks send nothing then
+        liar, step = chance.randrange(2), 0
+    size = TWIN_SIZE if kind == TWIN else chance.choice((12, 60, 200, 1500, 20_000 if control else 200))
     return Case(
-        number, world, algorithm, settings, chance.choice((12, 60, 200, 1500, 20_000 if control else 200)),
+        number, world, algorithm, settings, size,
         chance.choice((0.05, 0.1, 0.3)), chance.choice(("fp32", "fp32", "fp16", "bf16", "e4m3")), steps, engine,
-        chance.random() < 0.7, chance.randrange(world), chance.choice(phases), chance.randrange(steps), told_once,
+        chance.random() < 0.7, liar, phase, step, told_once,
         chance.randrange(2 if told_once else 1),
-        Lie(CONTROL if control else chance.choice(KINDS), chance.randrange(2**32), own_only=not told_once),
-        chance.random() < 0.7,
+        Lie(kind, chance.randrange(2**32), own_only=not told_once),
+        chance.random() < 0.7, chance.choice((0.0, 0.9)), chance.choice((0, size // 3)),
     )  # fmt: skip
 
 
@@ -129,8 +145,10 @@ class Liar(Wrapped):
         shared = self.inner._shared  # type: ignore[attr-defined]
         box = shared.boxes[self.rank]
         with box.changed:
-            box.changed.wait_for(lambda: box.queue(peer, operation) or shared.failed, self.timeout)
+            arrived = box.changed.wait_for(lambda: box.queue(peer, operation) or shared.failed, self.timeout)
             shared.check(operation)
+            if not arrived:
+                raise CommTimeout(f"{operation}: no digest to repeat within {self.timeout} s")
             return in_the_name_of(self.rank, box.queue(peer, operation)[0])
 
     def post_recv(self, capacity: int, peer: int, operation: Operation) -> Pending:
@@ -150,8 +168,9 @@ class Liar(Wrapped):
 
 @dataclass
 class Report:
-    """What became of a rank: the bits of each step that it has finished, and its error."""
+    """What became of a rank: the bits it began with and those of each step that it has finished, and its error."""
 
+    start: bytes | None = None
     steps: list[tuple[bytes, object]] = field(default_factory=list)
     error: Exception | None = None
 
@@ -184,13 +203,16 @@ def _collective(case: Case, comm: oktopk.Communicator, report: Report) -> None:
 
 
 def _engine(case: Case, comm: oktopk.Communicator, report: Report) -> None:
-    """Two groups of buckets, so that a step has several reductions and one digest."""
+    """Two groups of buckets, so that a step has several reductions and one digest; first a broadcast."""
     half = case.size // 2
     names = {"a": slice(0, half // 2), "b": slice(half // 2, half), "c": slice(half, case.size)}
     parameters = [(name, torch.zeros(case.size)[place].requires_grad_()) for name, place in names.items()]
+    initial = gradient(case, comm.rank, case.steps)
+    oktopk.broadcast_tensors(comm, {name: initial[place] for name, place in names.items()})
+    report.start = initial.numpy().tobytes()
     with oktopk.AllReducer(
         parameters, _algorithm(case), density=case.density, values=case.values, comm=comm, warmup_steps=0,
-        buckets=[["c"], ["b", "a"]], fusion_entries=1,
+        buckets=[["c"], ["b", "a"]], fusion_entries=1, momentum=case.momentum, dense_below=case.dense_below,
     ) as reducer:  # fmt: skip
         for step in range(case.steps):
             if isinstance(comm, Liar):
@@ -223,10 +245,10 @@ def run(case: Case, timeout: float) -> tuple[list[Report], Liar]:
 
 
 def outcome(made: Case) -> str:
-    """What became of a case; LawBroken if that is not right. A busy machine gets a second, patient try."""
+    """What became of a case; LawBroken if that is not right. A rank that timed out gets a second, patient try."""
     try:
         return judge(made, *run(made, IMPATIENT))
-    except LawBroken:
+    except Disturbed:
         return judge(made, *run(made, PATIENT))
 
 
@@ -234,22 +256,28 @@ def judge(case: Case, reports: list[Report], liar: Liar) -> str:
     honest = [report for rank, report in enumerate(reports) if rank != case.liar]
     for report in honest:
         _check_error(report.error)
+    starts = [report.start for report in honest if report.start is not None]
+    if any(start != starts[0] for start in starts):
+        raise LawBroken(f"the initial parameters differ between honest ranks: {case}")
     for step in range(case.steps):
         results = [report.steps[step] for report in honest if len(report.steps) > step]
         if any(result != results[0] for result in results):
             raise LawBroken(f"step {step} differs between honest ranks: {case}")
+    late = any(isinstance(report.error, CommTimeout) for report in reports)
+    wrong_error = Disturbed if late else LawBroken
     errors = [report.error for report in honest if report.error is not None]
     named = any(f"rank {case.liar}" in str(error).rsplit(" (rank ", 1)[0] for error in errors)
     if not liar.told:
         if errors:
-            raise LawBroken(f"{errors[0]!r} without a lie: {case}")
+            raise wrong_error(f"{errors[0]!r} without a lie: {case}")
         return UNTOLD
     if case.lie.kind == HEADER and not named:
-        raise LawBroken(f"no error names rank {case.liar}, but {errors}: {case}")
-    if case.lie.kind == VALUES and case.told_once and case.phase in RESULT_PHASES and len(errors) < len(honest):
+        raise wrong_error(f"no error names rank {case.liar}, but {errors}: {case}")
+    values = case.lie.kind in (VALUES, TWIN)
+    if values and case.told_once and case.phase in RESULT_PHASES and len(errors) < len(honest):
         raise LawBroken(f"some honest ranks did not notice that they were told different results: {case}")
-    if case.lie.kind == VALUES and not case.told_once and case.hides and errors:
-        raise LawBroken(f"another gradient is no lie, but {errors}: {case}")
+    if values and not case.told_once and case.hides and errors:
+        raise wrong_error(f"another gradient is no lie, but {errors}: {case}")
     return NAMED if named else FOUND if errors else SAME
 
 

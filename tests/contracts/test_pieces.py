@@ -88,6 +88,38 @@ def test_entries_go_to_their_pieces(
         assert_neighbours_are_untouched(pieces, at)
 
 
+MISPLACED = {"in between": [0, 2, 100, 7], "below": [-1, 3], "behind": [3, 8], "behind the first": [1, 9, 2, 3]}
+
+
+@every_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [[8], [3, 0, 5]], ids=str)
+@pytest.mark.parametrize("where", MISPLACED)
+def test_no_entry_is_dropped_silently(kernels: Backend, dtype: torch.dtype, sizes: list[int], where: str) -> None:
+    indices = torch.tensor(MISPLACED[where], dtype=dtype)
+    values = torch.ones(indices.numel())
+    for name in ("scatter_add_pieces_", "assign_pieces_"):
+        with pytest.raises(ValueError, match="indices"):
+            getattr(kernels, name)([torch.zeros(size) for size in sizes], indices, values)
+
+
+@every_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("where", MISPLACED)
+def test_no_entry_is_written_outside(kernels: Backend, dtype: torch.dtype, where: str) -> None:
+    indices = torch.tensor(MISPLACED[where], dtype=dtype)
+    values, memory = torch.ones(indices.numel()), torch.zeros(24)
+    for call in (
+        lambda: kernels.scatter_add_(memory[8:16], indices, values),
+        lambda: kernels.assign_(memory[8:16], indices, values),
+        lambda: kernels.union_sum([(indices + 40, values)], 40, 8),
+    ):
+        with pytest.raises(ValueError, match="out of range"):
+            call()
+    assert not memory[:8].any()
+    assert not memory[16:].any()
+
+
 @pytest.mark.parametrize("wrong", [torch.ones(2, dtype=torch.float64), torch.ones(3)], ids=["type", "number"])
 def test_compiled_code_gets_no_values_that_it_cannot_read(wrong: Tensor) -> None:
     pieces = [torch.zeros(8), torch.zeros(4)]

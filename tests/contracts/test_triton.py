@@ -88,6 +88,7 @@ def calls(x: Tensor, indices: Tensor) -> dict[str, Callable[[Backend], object]]:
         "accumulate": lambda kernel: kernel.accumulate_select(x.clone(), x.clone(), 1.0, 9, True),
         "histogram": lambda kernel: kernel.magnitude_histogram(x, 100, 128),
         "filter": lambda kernel: kernel.filter_at_least(indices, x, 1.0),
+        "assign": lambda kernel: kernel.assign_(x.clone(), indices, x),
         "scatter": lambda kernel: kernel.scatter_add_(x.clone(), indices, x),
         "union": lambda kernel: kernel.union_sum([(indices, x), (indices, x)], 0, x.numel()),
     }
@@ -159,7 +160,7 @@ from oktopk.kernels import cuda
 from oktopk.kernels.cuda import kernels as cuda_kernels
 
 FLOATS = {name: "*fp32" for name in ("x", "grad", "values", "out_values", "out", "sums")}
-COUNTS = {"tallies": "*i32", "grown": "*i32", "ends": "*i64", "touched": "*i8"}
+COUNTS = {"tallies": "*i32", "ends": "*i64", "touched": "*i8"}
 
 def build(kernel, integer, marks=False, **fixed):
     types = {**FLOATS, **COUNTS, "threshold": "fp32", "higher": "fp32"}

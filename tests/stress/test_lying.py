@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 import oktopk
 from oktopk import collective
+from oktopk.comm import broadcast
 from oktopk.engine import step as engine_step
-from oktopk.errors import WireError
+from oktopk.errors import CommTimeout, WireError
 from oktopk.wire import sparse_vector
 from stress.fuzz import lies, lying
-from stress.fuzz.lying import LawBroken, Liar, case, outcome
+from stress.fuzz.lying import LawBroken, Liar, Report, case, outcome
 from stress.fuzz.run import LYING_WORKER, judge_all
 from tests.support import stepping
 
@@ -105,6 +107,35 @@ def test_results_that_are_not_compared_are_noticed(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "post_digest", lambda *arguments: lambda: None)
     with pytest.raises(LawBroken, match="honest ranks"):
         all(outcome(case(number)) for number in range(400))
+
+
+def test_only_what_a_timeout_explains_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference that depends on a race must not pass because the second run has none."""
+    made = replace(case(0), steps=1)
+    liar = Liar(oktopk.comm.alone(), made)
+    fine = [Report(steps=[(b"same", None)]) for _ in range(made.world)]
+    diverged = [Report(steps=[(bytes([rank]), None)]) for rank in range(made.world)]
+    late = [Report(error=CommTimeout("no answer"), steps=[]) for _ in range(made.world)]
+    refused = [Report(error=WireError("without a lie"), steps=[]) for _ in range(made.world)]
+
+    def outcome_of(*runs: list[Report]) -> str:
+        left = iter(runs)
+        monkeypatch.setattr(lying, "run", lambda *arguments: (next(left), liar))
+        return outcome(made)
+
+    assert outcome_of(late, fine) == lying.UNTOLD
+    for first in (diverged, refused):
+        with pytest.raises(LawBroken):
+            outcome_of(first, fine)
+    with pytest.raises(LawBroken, match="differs between honest ranks"):
+        outcome_of(late, diverged)
+
+
+def test_initial_parameters_that_are_not_compared_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "post_digest", lambda *arguments: lambda: None)
+    broadcasts = [made for made in map(case, range(3000)) if made.phase == lying.START]
+    with pytest.raises(LawBroken, match="initial parameters differ between honest ranks"):
+        all(map(outcome, broadcasts))
 
 
 def test_parts_that_are_joined_unseen_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

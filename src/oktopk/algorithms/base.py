@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..comm import Digest
 from ..feedback.accumulator import Accumulator
-from ..wire.message import fold
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector, all_finite, sum_in_region
 from .selection import Chosen
@@ -119,10 +118,10 @@ def reduced(
     return Reduction(parts, None, leaving, state, count, threshold, exact=chosen.exact)
 
 
-def digest_of(comm: SparseCommunicator, reduction: Reduction) -> int:
+def digest_of(comm: SparseCommunicator, reduction: Reduction) -> Digest:
     """A digest of what must be the same on all ranks: the messages of the result, and what the ranks share."""
     shared = () if reduction.skipped else getattr(reduction.state, "shared", ())
-    return fold([comm.digest, reduction.skipped, zlib.crc32(repr(shared).encode())])
+    return comm.digest.copy().add(repr((reduction.skipped, shared)).encode())
 
 
 def skip(state: Any) -> Reduction:

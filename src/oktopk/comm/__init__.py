@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ..errors import CommError
 from ..metrics.traffic import Operation, Traffic, total
-from .agreement import agree, checking_together, gather_json, post_digest
+from .agreement import Digest, agree, checking_together, gather_json, post_digest
 from .base import Communicator, Wrapped
 from .group import GroupCommunicator
 from .messages import pack, packed_bytes, unpack
@@ -47,6 +47,7 @@ def _distributed() -> bool:
 
 __all__ = [
     "Communicator",
+    "Digest",
     "GroupCommunicator",
     "MPICommunicator",
     "Metered",

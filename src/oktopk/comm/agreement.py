@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import OkTopkError, WireError
 from ..metrics.traffic import Operation
@@ -84,14 +84,47 @@ def checking_together(comm: Communicator, owned: bool) -> Iterator[dict[str, obj
         raise
 
 
-def post_digest(comm: Communicator, digest: int, what: str) -> Callable[[], None]:
-    """Send a 64-bit digest of `what` all ranks should have in common to all other ranks.
+class Digest:
+    """A cryptographic hash of what all ranks should have in common: nobody finds two contents with the same one.
+
+    >>> Digest().add(b"the result").value == Digest().add(b"the result").value
+    True
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=32)
+
+    def add(self, data: Tensor | bytes) -> Digest:
+        """Take bytes in: those of a contiguous tensor in host memory, or others. Their length belongs to them."""
+        content = data if isinstance(data, bytes) else data.view(torch.uint8).numpy().data
+        self._hash.update(len(content).to_bytes(8, "little"))
+        self._hash.update(content)
+        return self
+
+    def copy(self) -> Digest:
+        """One that goes on from here by itself."""
+        other = Digest()
+        other._hash = self._hash.copy()
+        return other
+
+    @property
+    def value(self) -> bytes:
+        return self._hash.digest()
+
+
+def post_digest(
+    comm: Communicator,
+    digest: Digest,
+    what: str,
+    remedy: str = "Nothing is applied; restart from the last checkpoint",
+) -> Callable[[], None]:
+    """Send a digest of `what` all ranks should have in common to all other ranks.
 
     Returns a function that receives theirs and raises a WireError if one differs; the caller can work in between.
     Digests go from each rank to each other one: a rank between them could hide that it told them different things.
     """
     number, operation = next(comm.numbers), Operation("all_to_all", "digest", control=True)
-    own = torch.from_numpy(np.array([digest], np.uint64).view(np.int64))
+    own = torch.frombuffer(bytearray(digest.value), dtype=torch.uint8)
     message = seal(own, comm.global_rank(comm.rank), number, operation)
     messages = [None if rank == comm.rank else message for rank in range(comm.world)]
     arriving = comm.exchange(messages, message.numel(), operation.phase, control=True)
@@ -99,14 +132,11 @@ def post_digest(comm: Communicator, digest: int, what: str) -> Callable[[], None
     def compare() -> None:
         others = []
         for rank, theirs in arriving:
-            if not torch.equal(unseal(theirs, comm.global_rank(rank), number, operation, torch.int64), own):
+            if not torch.equal(unseal(theirs, comm.global_rank(rank), number, operation, torch.uint8), own):
                 others.append(comm.global_rank(rank))
         if others:
             who = f"{format_ranks(sorted(others))} and rank {comm.global_rank(comm.rank)}"
-            raise WireError(
-                f"{operation}: {who} differ in {what}: a rank told others different things. Nothing is applied; "
-                "restart from the last checkpoint"
-            )
+            raise WireError(f"{operation}: {who} differ in {what}: a rank told others different things. {remedy}")
 
     return compare
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..algorithms.base import Reduction, digest_of, reduce_step
 from ..algorithms.selection import target_count
-from ..comm import Metered
+from ..comm import Digest, Metered
 from ..feedback.accumulator import Accumulator, narrow
 from ..feedback.buckets import Bucket
 from ..feedback.momentum import MomentumStore
@@ -75,7 +75,7 @@ class BucketReducer:
 
     def reduce_sparse(
         self, group: BucketGroup, handed: Sequence[Handed], density: float, step: int, report: NonFiniteReport,
-        confirm: Callable[[int], None],
+        confirm: Callable[[Digest], None],
     ) -> tuple[list[BucketResult], ReductionEvent]:  # fmt: skip
         """Exchange a group of buckets; `report` gets the reason if that is lost.
 

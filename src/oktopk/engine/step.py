@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Metered, agree, post_digest
+from ..comm import Communicator, Digest, Metered, agree, post_digest
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
 from ..metrics.sinks import as_sink
-from ..wire.message import fold
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
@@ -67,7 +66,7 @@ class StepReducer:
         """Sparse buckets that wait for others to be fused with."""
         self._results: list[BucketResult] = []
         self._events: list[ReductionEvent] = []
-        self._digests: list[int] = []
+        self._digests: list[Digest] = []
         """Of the results of sparse groups."""
         self._compare_digests: Callable[[], None] | None = None
         """Receives the digests of other ranks, when this rank has sent its own."""
@@ -193,9 +192,11 @@ class StepReducer:
         if self._compare_digests is not None:
             self._compare_digests()
 
-    def _post_digest(self, *digests: int) -> None:
+    def _post_digest(self, *digests: Digest) -> None:
         if self.reducer.meter.world > 1:
-            digest = fold([*self._digests, *digests])
+            digest = Digest()
+            for group in (*self._digests, *digests):
+                digest.add(group.value)
             self._compare_digests = post_digest(self.reducer.meter, digest, "the results of the step")
 
     def _gather_names(self) -> tuple[str, ...]:

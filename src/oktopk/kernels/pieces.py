@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .types import Picked, edges_of, index_dtype
+from .types import OUTSIDE, Picked, edges_of, index_dtype
 
 Apply = Callable[[Tensor, Tensor, Tensor], int]
 """A kernel that writes (indices, values) into a tensor."""
@@ -51,9 +51,14 @@ def put_in_turn(
 def split_by_piece(
     pieces: Sequence[Tensor], indices: Tensor, values: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield each piece with its indices, counted from its start, and their values."""
+    """Yield each piece with its indices, counted from its start, and their values.
+
+    The search finds a place for every index only if they are in order; the kernel of a piece checks those it gets.
+    """
     edges = edges_of(pieces)
     at = torch.tensor(edges, dtype=indices.dtype, device=indices.device)
-    places = pairwise(torch.searchsorted(indices, at).tolist())
-    for piece, edge, (start, stop) in zip(pieces, edges, places, strict=False):
+    places = torch.searchsorted(indices, at).tolist()
+    if (places[0], places[-1]) != (0, indices.numel()):
+        raise ValueError(OUTSIDE)
+    for piece, edge, (start, stop) in zip(pieces, edges, pairwise(places), strict=False):
         yield piece, (indices[start:stop] - edge).to(index_dtype(piece.numel())), values[start:stop]

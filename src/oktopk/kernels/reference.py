@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .pieces import put_in_turn, select_in_turn
-from .types import BIN_BITS, Picked, float32, index_dtype, threshold_pair
+from .types import BIN_BITS, OUTSIDE, Picked, float32, index_dtype, threshold_pair
 
 _BLOCK = 1 << 18
 
@@ -102,9 +102,21 @@ def scale_(x: Tensor, factor: float) -> float:
     return float(torch.linalg.vector_norm(x, torch.inf)) if x.numel() else 0.0
 
 
+def _check_inside(index: Tensor, size: int, *counts: Tensor) -> list[int]:
+    """Check that the index lies in [0, size): torch takes negative ones for places from the end.
+
+    Returns counts, read from the device in the same transfer.
+    """
+    low, high, *read = torch.stack([*index.aminmax(), *counts]).tolist() if index.numel() else (0, -1, *counts)
+    if low < 0 or high >= size:
+        raise ValueError(OUTSIDE)
+    return [int(count) for count in read]
+
+
 def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     """Compute out[indices] += values for unique indices. Returns the growth of the number of non-zeros."""
     index = indices.long()
+    _check_inside(index, out.numel())
     before = out[index]
     after = before + values
     out[index] = after
@@ -113,9 +125,11 @@ def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
 
 def assign_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     """Overwrite out with the sparse vector. Returns the number of non-zeros."""
+    index = indices.long()
+    (found,) = _check_inside(index, out.numel(), torch.count_nonzero(values))
     out.zero_()
-    out[indices.long()] = values
-    return int(torch.count_nonzero(values))
+    out[index] = values
+    return found
 
 
 def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:
@@ -129,6 +143,7 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
     touched = torch.zeros(span, dtype=torch.bool, device=region.device)
     for indices, values in chain([first], rest):
         index = indices.long() - base
+        _check_inside(index, span)
         region[index] += values
         touched[index] = True
     union = _nonzero(touched)

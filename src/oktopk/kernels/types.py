@@ -20,6 +20,10 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 BIN_BITS = 15
 """Magnitudes are binned by their float bits without the lowest BIN_BITS: 256 bins per octave."""
 
+OUTSIDE = "indices out of order or out of range"
+"""Every kernel that writes by index checks each one in passing: no vector, whoever made it, can corrupt memory.
+No entry is dropped silently either."""
+
 
 @dataclass(frozen=True)
 class Picked:

@@ -23,7 +23,6 @@ in slots of fixed capacity.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -91,16 +90,6 @@ class Decoded(NamedTuple):
     vector: SparseVector
     nonfinite: bool
     blocked: float
-
-
-def checksum_of(message: Tensor) -> int:
-    """The checksum that a message carries: it stands for all of its bytes."""
-    return int(_FRAME.unpack_from(message.numpy().data)[1])
-
-
-def fold(checksums: Iterable[int]) -> int:
-    """One checksum of several, in this order."""
-    return int(codes.checksum(np.array([*checksums], np.uint64), 0))
 
 
 def max_message_bytes(count: int, span: int, values: ValueCode) -> int:

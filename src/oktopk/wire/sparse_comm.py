@@ -9,12 +9,12 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from ..comm import Communicator, Operation
+from ..comm import Communicator, Digest, Operation
 from ..comm.messages import broadcast_relays, gather_relays
 from ..comm.transport import format_ranks
 from ..errors import WireError
 from ..metrics.traffic import Stopwatch
-from .message import Tag, ValueCode, checksum_of, decode, encode, fold, max_message_bytes
+from .message import Tag, ValueCode, decode, encode, max_message_bytes
 from .sparse_vector import MisplacedPart, SparseVector, all_finite
 
 Region = tuple[int, int]
@@ -75,7 +75,7 @@ class SparseCommunicator:
         self._blocked_before = blocked_before
         self.blocked_sent = 0.0
         self.blocked_received: dict[int, float] = {}
-        self.digest = 0
+        self.digest = Digest()
 
     @property
     def rank(self) -> int:
@@ -192,8 +192,13 @@ class SparseCommunicator:
         return result
 
     def _digest(self, messages: Sequence[Tensor]) -> None:
-        """Take messages that all ranks have received into the digest."""
-        self.digest = fold([self.digest, *map(checksum_of, messages)])
+        """Take messages that all ranks have received into the digest, byte by byte.
+
+        Their checksums would not do: another message with the same checksum is easy to make.
+        """
+        with self.stopwatch.stage("decode"):
+            for message in messages:
+                self.digest.add(message)
 
     @property
     def _whole(self) -> Region:

@@ -13,7 +13,7 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from ..pieces import select_in_turn
-from ..types import Picked, edges_of, index_dtype, threshold_pair
+from ..types import OUTSIDE, Picked, edges_of, index_dtype, threshold_pair
 from .selection import accumulate_select, select_one
 from .sparse import add_one, assign_one
 from .vector import compiled, pointer
@@ -69,7 +69,12 @@ def accumulate_select_pieces(
 
 @compiled
 def _put(pieces, edges, indices, values, factor, clear):
-    """Add the values of each piece or, with clear, assign them and zero the rest."""
+    """Add the values of each piece or, with clear, assign them and zero the rest.
+
+    The search finds a place for every index only if they are in order; the kernel of a piece checks those it gets.
+    """
+    if np.searchsorted(indices, edges[-1]) < indices.size:
+        raise ValueError(OUTSIDE)
     found, start = 0, 0
     for piece in range(pieces.size):
         out = carray(pointer(pieces[piece], values), edges[piece + 1] - edges[piece])

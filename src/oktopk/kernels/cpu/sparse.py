@@ -9,14 +9,12 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from ..types import float32
+from ..types import OUTSIDE, float32
 from .vector import WIDTH, compiled, pointer, prefetch, stream_block, trailing_zeros
 
 _ONE = np.float32(1)
 _AHEAD = 24
 """Prefetch distance in entries: they lie far apart, which defeats the hardware prefetcher."""
-_OUTSIDE = "indices out of order or out of range"
-"""Every kernel that writes by index checks each one in passing: no vector, whoever made it, can corrupt memory."""
 
 
 @compiled
@@ -50,7 +48,7 @@ def _within(indices, base, size):
 def add_one(out, indices, values, base, factor):
     """Compute out += factor * values, with indices relative to `base`. Returns the growth of the non-zeros."""
     if not _within(indices, base, out.size):
-        raise ValueError(_OUTSIDE)
+        raise ValueError(OUTSIDE)
     grown = 0
     for j in range(indices.size):
         prefetch(out, np.int64(indices[min(j + _AHEAD, indices.size - 1)]) - base)
@@ -87,7 +85,7 @@ def assign_one(out, address, indices, values, base, factor):
             value = factor * values[j]
             i = np.uint64(indices[j] - origin)
             if i >= np.uint64(stop - start):
-                raise ValueError(_OUTSIDE)
+                raise ValueError(OUTSIDE)
             sheet[i] = value
             found += value != 0
             j += 1
@@ -97,7 +95,7 @@ def assign_one(out, address, indices, values, base, factor):
             sheet[np.uint64(indices[done] - origin)] = 0
     j, rest = _assign_plain(out, whole, out.size, indices, values, base, factor, j)
     if j < indices.size:
-        raise ValueError(_OUTSIDE)
+        raise ValueError(OUTSIDE)
     return found + rest
 
 
@@ -111,7 +109,7 @@ def _assign_plain(out, start, stop, indices, values, base, factor, j):
         value = factor * values[j]
         i = np.uint64(indices[j] - base)
         if i >= np.uint64(stop):
-            raise ValueError(_OUTSIDE)
+            raise ValueError(OUTSIDE)
         out[i] = value
         found += value != 0
         j += 1
@@ -141,7 +139,7 @@ def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices
             while j < size and indices[j] < stop:
                 i = np.uint64(indices[j] - origin)
                 if i >= np.uint64(_TILE):
-                    raise ValueError(_OUTSIDE)
+                    raise ValueError(OUTSIDE)
                 sums[i] += values[j]
                 touched[i >> np.uint64(6)] |= np.uint64(1) << (i & np.uint64(63))
                 j += 1
@@ -158,7 +156,7 @@ def _union_sum(index_at, value_at, sizes, base, span, sums, touched, out_indices
                 count += 1
     for part in range(at.size):
         if at[part] < sizes[part]:
-            raise ValueError(_OUTSIDE)
+            raise ValueError(OUTSIDE)
     return count
 
 

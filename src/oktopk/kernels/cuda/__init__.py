@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import reference
 from ..pieces import put_in_turn, select_in_turn
-from ..types import BIN_BITS, Picked, float32, index_dtype, threshold_pair
+from ..types import BIN_BITS, OUTSIDE, Picked, float32, index_dtype, threshold_pair
 from . import kernels as cuda_kernels
 
 BLOCK = 1024
@@ -122,30 +122,41 @@ def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     if blocks == 0:
         return 0
     with _on_device_of(out):
-        grown = torch.empty(blocks, dtype=torch.int32, device=out.device)
-        cuda_kernels.scatter_add[(blocks,)](out, indices, values, grown, indices.numel(), BLOCK=BLOCK)
-        return int(grown.sum())
+        tallies = torch.empty(2, blocks, dtype=torch.int32, device=out.device)
+        cuda_kernels.scatter_add[(blocks,)](
+            out, indices, values, tallies, indices.numel(), blocks, out.numel(), BLOCK=BLOCK
+        )
+        grown, outside = tallies.sum(1).tolist()
+    if outside:
+        raise ValueError(OUTSIDE)
+    return int(grown)
 
 
 def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> tuple[Tensor, Tensor]:
     first, rest = next(iterator := iter(parts)), iterator
     sums = torch.zeros(span, device=first[1].device)
     touched = torch.zeros(span, dtype=torch.int8, device=sums.device)
-    entries = 0
+    entries, outside = 0, torch.zeros(1, dtype=torch.int64, device=sums.device)
     with _on_device_of(sums):
         for indices, values in chain([first], rest):
             entries += indices.numel()
             if blocks := _blocks(indices):
+                tallies = torch.empty(blocks, dtype=torch.int32, device=sums.device)
                 cuda_kernels.add_to_region[(blocks,)](
-                    sums, touched, indices, values, indices.numel(), base, BLOCK=BLOCK
+                    sums, touched, indices, values, tallies, indices.numel(), base, span, BLOCK=BLOCK
                 )
+                outside += tallies.sum()
         room = min(entries, span)
         out = torch.empty(room, dtype=first[0].dtype, device=sums.device), torch.empty(room, device=sums.device)
+        if span == 0 and entries:
+            raise ValueError(OUTSIDE)
         if room == 0:
             return out
         ends = _tally(touched, _TOUCHED, _TOUCHED)
         _compact(touched, sums, out, ends, _TOUCHED, base=base)
-        count = int(ends[0, -1])
+        count, misplaced = torch.cat([ends[0, -1:], outside]).tolist()
+    if misplaced:
+        raise ValueError(OUTSIDE)
     return out[0][:count], out[1][:count]
 
 

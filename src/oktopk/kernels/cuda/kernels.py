@@ -78,25 +78,36 @@ def compact(
     tl.store(out_values + place, tl.load(values + at, mask=stored, other=0), mask=stored)
 
 
-@triton.jit(do_not_specialize=["size"])
-def scatter_add(out, indices, values, grown, size, BLOCK: tl.constexpr):
-    """Compute out[indices] += values; `grown` gets the growth of the number of non-zeros for each block."""
+@triton.jit(do_not_specialize=["size", "blocks", "room"])
+def scatter_add(out, indices, values, tallies, size, blocks, room, BLOCK: tl.constexpr):
+    """Compute out[indices] += values for indices in [0, room).
+
+    `tallies` gets, for each block, the growth of the number of non-zeros and how many indices are out of range.
+    """
     at = _places(BLOCK)
-    inside = at < size
-    target = out + tl.load(indices + at, mask=inside, other=0).to(tl.int64)
-    before = tl.load(target, mask=inside, other=0)
+    given = at < size
+    place = tl.load(indices + at, mask=given, other=0).to(tl.int64)
+    inside = given & (place >= 0) & (place < room)
+    before = tl.load(out + place, mask=inside, other=0)
     after = before + tl.load(values + at, mask=inside, other=0)
-    tl.store(target, after, mask=inside)
+    tl.store(out + place, after, mask=inside)
     growth = (after != 0).to(tl.int32) - (before != 0).to(tl.int32)
-    tl.store(grown + tl.program_id(0), tl.sum(growth))
+    row = tallies + tl.program_id(0)
+    tl.store(row, tl.sum(growth))
+    tl.store(row + blocks, tl.sum((given & ~inside).to(tl.int32)))
 
 
-@triton.jit(do_not_specialize=["size", "base"])
-def add_to_region(sums, touched, indices, values, size, base, BLOCK: tl.constexpr):
-    """Add a sparse part to a dense region that starts at base, and mark the touched entries."""
+@triton.jit(do_not_specialize=["size", "base", "span"])
+def add_to_region(sums, touched, indices, values, tallies, size, base, span, BLOCK: tl.constexpr):
+    """Add a sparse part to a dense region that starts at base, and mark the touched entries.
+
+    `tallies` gets the number of indices outside the region for each block.
+    """
     at = _places(BLOCK)
-    inside = at < size
-    place = tl.load(indices + at, mask=inside, other=0).to(tl.int64) - base
+    given = at < size
+    place = tl.load(indices + at, mask=given, other=0).to(tl.int64) - base
+    inside = given & (place >= 0) & (place < span)
+    tl.store(tallies + tl.program_id(0), tl.sum((given & ~inside).to(tl.int32)))
     added = tl.load(sums + place, mask=inside, other=0) + tl.load(values + at, mask=inside, other=0)
     tl.store(sums + place, added, mask=inside)
     tl.store(touched + place, 1, mask=inside)
