@@ -120,3 +120,25 @@ def test_a_rank_leaves_out_a_step_alone_but_a_lost_round_is_lost_on_all(
     said = [record.getMessage() for record in caplog.records]
     assert sum("rank 1 leaves out a local step" in text for text in said) == 3
     assert sum("step 1 skipped on all ranks: non-finite gradients in rank 1: " in text for text in said) == 1
+
+
+def test_decay_over_a_round_is_no_part_of_what_is_compressed() -> None:
+    """Zero gradients, and a learning rate that changes within the round: only the product of the decays acts."""
+    rates, decay = (0.1, 0.2, 0.3), 0.5
+
+    def job(comm: oktopk.Communicator) -> dict[str, Tensor]:
+        model = make_model()
+        start = values(model)
+        with wrap_local(model, comm, torch.optim.AdamW, sync_every=3, warmup_steps=0) as optimizer:
+            for rate in rates:
+                optimizer.param_groups[0] |= {"lr": rate, "weight_decay": decay}
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+            for kept in optimizer.state_dict()["oktopk"]["residuals"].values():
+                assert float(kept.abs().max()) < 1e-6  # but for rounding
+        left = math.prod(1 - rate * decay for rate in rates)
+        torch.testing.assert_close(values(model), {name: value * left for name, value in start.items()})
+        return values(model)
+
+    assert_replicas(on_ranks(2, job))
