@@ -107,10 +107,12 @@ def _check_inside(index: Tensor, size: int, *counts: Tensor) -> list[int]:
 
     Returns counts, read from the device in the same transfer.
     """
-    low, high, *read = torch.stack([*index.aminmax(), *counts]).tolist() if index.numel() else (0, -1, *counts)
-    if low < 0 or high >= size:
+    if not index.numel():
+        return [int(count) for count in counts]
+    numbers: list[int] = torch.stack([*index.aminmax(), *counts]).tolist()
+    if numbers[0] < 0 or numbers[1] >= size:
         raise ValueError(OUTSIDE)
-    return [int(count) for count in read]
+    return numbers[2:]
 
 
 def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:

@@ -39,6 +39,8 @@ from .sparse_vector import SparseVector
 MAGIC = b"okt1"
 _FRAME = struct.Struct("<QQ")
 _HEADER = struct.Struct("<4s4BQIIQQQQQfB3s")
+FRAME_BYTES = _FRAME.size
+"""Length and checksum."""
 HEADER_BYTES = _FRAME.size + _HEADER.size
 _NONFINITE = 1
 _TICK = 20e-6
@@ -214,6 +216,7 @@ def _wire_error(tag: Tag, what: str) -> WireError:
 
 
 __all__ = [
+    "FRAME_BYTES",
     "HEADER_BYTES",
     "VALUE_CODES",
     "Decoded",
