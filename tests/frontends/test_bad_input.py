@@ -44,11 +44,15 @@ BAD: dict[str, tuple[dict[str, Any], type[nn.Module] | None, str]] = {
     "density": ({"density": 2}, None, "density must be in (0, 1], got 2"),
     "algorithm": ({"algorithm": "best"}, None, "unknown algorithm 'best'"),
     "option": ({"densty": 0.1}, None, "did you mean 'density'?"),
+    "sinks": ({"sinks": [print]}, None, "sinks must have emit() and close(), got"),
+    "one sink": ({"sinks": 5}, None, "sinks must be a list of sinks, got int"),
+    "trainer": ({"trainer": "trainer"}, None, "cannot record metrics in str.sparsities"),
     "buckets": ({"buckets": "small"}, None, "buckets must be"),
     "another density": ({"density": 0.5}, None, "ranks disagree on density"),
     "another hierarchy": ({"ranks_per_host": 2}, None, "ranks disagree on ranks_per_host"),
     "other parameters": ({}, Other, "ranks disagree on parameters"),
 }
+TYPES = ("option", "sinks", "one sink", "trainer")
 FRONT_ENDS: dict[str, Make] = {"optimizer": wrapper, "loop": reducer}
 
 
@@ -73,7 +77,7 @@ def judge(bad: str, found: list[tuple[str, str]]) -> None:
     said = BAD[bad][2]
     for rank, (kind, text) in enumerate(found):
         assert said in text, (rank, text)
-        assert kind == ("TypeError" if bad == "option" and rank == 1 else "ValueError")
+        assert kind == ("TypeError" if bad in TYPES and rank == 1 else "ValueError")
         if "disagree" not in said and rank != 1:
             assert text.startswith("on rank 1: ")
 

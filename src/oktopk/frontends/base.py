@@ -15,7 +15,7 @@ from ..comm import Communicator, agree
 from ..engine.async_reducer import AsyncReducer
 from ..engine.settings import Settings
 from ..metrics.events import MetricsSink, StepEvent
-from ..metrics.sinks import TrainerLists
+from ..metrics.sinks import Sink, TrainerLists, as_sink
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,13 +36,6 @@ class FrontEnd:
     def _connect(self) -> AsyncReducer:
         """The engine of a copy that is used for the first time."""
         raise AttributeError("there is no engine yet")
-
-    def _hold(self, engine: AsyncReducer, trainer: Any) -> None:
-        self._held = engine
-        if trainer is None:
-            _log.debug("no trainer is linked: its lists of metrics are not filled")
-        else:
-            self.set_trainer(trainer)
 
     @property
     def last(self) -> StepEvent | None:
@@ -139,6 +132,23 @@ def check_momentum(settings: Settings, optimizer: Optimizer) -> None:
             f"momentum correction (momentum={settings.momentum}) replaces the optimizer's own momentum: set that "
             f"of {type(optimizer).__name__} to 0, or use plain SGD"
         )
+
+
+def check_sinks(sinks: Iterable[MetricsSink], trainer: object) -> list[Sink]:
+    """The sinks, that of a trainer last; a TypeError if one of them cannot be a sink."""
+    if not isinstance(sinks, Iterable):
+        raise TypeError(f"sinks must be a list of sinks, got {type(sinks).__name__}")
+    found = list(sinks)
+    for sink in found:
+        if isinstance(sink, type) or not (
+            callable(getattr(sink, "emit", None)) and callable(getattr(sink, "close", None))
+        ):
+            raise TypeError(f"sinks must have emit() and close(), got {sink!r}")
+    if trainer is None:
+        _log.debug("no trainer is linked: its lists of metrics are not filled")
+    else:
+        found.append(TrainerLists(trainer))
+    return [as_sink(sink) for sink in found]
 
 
 def describe(parameters: Mapping[str, Tensor]) -> dict[str, object]:

@@ -20,7 +20,7 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
-from .base import FrontEnd, check_momentum, check_supported, choose_algorithm, describe
+from .base import FrontEnd, check_momentum, check_sinks, check_supported, choose_algorithm, describe
 from .bucketed import BucketedGradients, name_parameters
 
 
@@ -87,6 +87,7 @@ class DistributedOptimizer(FrontEnd, Optimizer):
                 named_parameters = model.named_parameters()
             self._named = name_parameters(optimizer, named_parameters)
             check_supported(self._named.items(), model)
+            checked = check_sinks(sinks, trainer)
             self._gradients = BucketedGradients(self._named, buckets)
             terms |= settings.terms() | describe(self._named)
             terms |= {
@@ -94,8 +95,7 @@ class DistributedOptimizer(FrontEnd, Optimizer):
                 "backward_passes": backward_passes,
                 "broadcast": broadcast,
             }
-        engine = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
-        self._hold(engine, trainer)
+        self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=checked)
         self._backward_passes = backward_passes
         self._synchronized = False
         self._applied = True
