@@ -19,7 +19,8 @@ class InterruptAt:
     """Raises KeyboardInterrupt at the `at`-th line that the library runs in this thread inside the block.
 
     By default algorithms, kernels and communicators are left alone: whatever calls them is watched. Without `at`
-    it counts. Nor does it raise at a `with`: unlike a tracer, a signal does not come between a block and its __exit__.
+    it counts. Nor does it raise at a `with`: unlike a tracer, a signal does not come between a block and its
+    __exit__.
     """
 
     def __init__(self, at: int | None = None, watched: tuple[str, ...] = FRONT_ENDS) -> None:
