@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .algorithms import Algorithm, Reduction, find_algorithm
 from .algorithms.base import digest_of, reduce_step
 from .algorithms.selection import target_count
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator, post_digest
-from .errors import add_step_to_errors
+from .errors import CommError, add_step_to_errors
 from .feedback.accumulator import Accumulator, narrow
 from .wire.message import VALUE_CODES
 from .wire.sparse_comm import SparseCommunicator
+
+_given_up: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Why a communicator, or the default process group, cannot be used any more."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,9 @@ def sparse_allreduce(
 ) -> tuple[Tensor, Info]:
     """Average `tensor` over all ranks by a sparse all-reduce with error feedback.
 
-    Every rank must call it with matching arguments. A wrong argument on one rank raises on every rank.
+    Every rank must call it with matching arguments. A wrong argument on one rank raises on every rank, and the
+    call may be repeated. After any other error, Ctrl-C included, ranks may differ: the communicator cannot be used
+    any more on this rank, and the others get an error.
 
     Args:
         tensor: Dense, of any floating-point dtype and any shape.
@@ -116,6 +125,54 @@ def sparse_allreduce(
     if comm is not None and not isinstance(comm, Communicator):
         raise TypeError(f"comm must be an oktopk.Communicator, got {type(comm).__name__}")
     meter = Metered(default_communicator() if comm is None else comm)
+    with _failing_together(meter, comm):
+        return _sparse_allreduce(
+            meter, tensor, density, algorithm, residual, values=values, indices=indices, out=out, state=state,
+            step=step,
+        )  # fmt: skip
+
+
+class _Agreed(Exception):
+    """A wrong argument, which all ranks have found."""
+
+
+@contextmanager
+def _failing_together(meter: Metered, given: Communicator | None) -> Iterator[None]:
+    """After an error in the block that other ranks do not share, no rank goes on with the communicator.
+
+    Every call without a communicator makes a new one; there it is the process group that must not be used again.
+    """
+    shared = given if given is not None else dist.group.WORLD if dist.is_initialized() else None
+    if shared is not None and shared in _given_up:
+        raise CommError(_given_up[shared])
+    try:
+        yield
+    except _Agreed as agreed:
+        raise agreed.args[0] from None
+    except BaseException as error:
+        if shared is not None:
+            _given_up[shared] = (
+                f"an earlier sparse_allreduce did not come to its end on this rank ({error!r}), which may have "
+                "diverged. Restart from the last checkpoint"
+            )
+        interrupted = None if isinstance(error, Exception) else CommError(f"interrupted mid-step by {error!r}")
+        meter.fail(interrupted or error)
+        raise
+
+
+def _sparse_allreduce(
+    meter: Metered,
+    tensor: Tensor,
+    density: float,
+    algorithm: str | Algorithm,
+    residual: Tensor | None,
+    *,
+    values: str,
+    indices: str,
+    out: Tensor | None,
+    state: Any,
+    step: int,
+) -> tuple[Tensor, Info]:
     problem = (
         _tensor_problem(tensor)
         or _setting_problem(density, values, indices, step)
@@ -135,7 +192,10 @@ def sparse_allreduce(
         "step": step,
     }
     with add_step_to_errors(meter.rank, step):
-        agree(meter, terms, problem)
+        try:
+            agree(meter, terms, problem)
+        except ValueError as error:
+            raise _Agreed(error) from error
     chosen = find_algorithm(algorithm)
     work = _work_buffer(tensor, out)
     acc = Accumulator([work], [] if residual is None else [residual.view(-1)])

@@ -177,6 +177,23 @@ def test_notes_of_another_session_count_as_none(store: Store, monkeypatch: pytes
     assert later.report_loss(0) == Loss(None, [0])
 
 
+@pytest.mark.parametrize("early", [None, b"of the secret"])
+def test_before_ranks_have_met_notes_end_nothing(
+    store: Store, early: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They still say who is lost, to a rank that has lost its connections."""
+    set_timeouts(monkeypatch, failure_notes=0.1)
+    boards = [FailureBoard("job", rank, P, early, met=False) for rank in range(P)]
+    boards[1].post_failure("rank 1 failed: early")
+    assert not boards[0].has_failures()
+    assert boards[0].report_loss(None).reason == "rank 1 failed: early"
+    for board in boards:
+        board.start_session(b"key")
+    assert not boards[0].has_failures()
+    boards[1].post_failure("rank 1 failed: disk full")
+    assert boards[0].report_loss(None).reason == "rank 1 failed: disk full"
+
+
 def test_a_note_cannot_be_moved_to_another_place(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     set_timeouts(monkeypatch, failure_notes=0.1)
     boards = [FailureBoard("job", rank, P, b"key") for rank in range(P)]

@@ -23,7 +23,8 @@ from tests.support import worlds
 from tests.support.labs import needs_lab, python
 
 SILENCE, HELD = 2.0, 7
-"""Seconds after which a silent host is gone in these tests; and for which a rank holds the interpreter."""
+"""Seconds after which a silent host is gone in these tests; and for which a rank holds the interpreter. Both are
+scaled down, from 30 s and from the minutes of a compiler: what counts is that HELD is far above SILENCE."""
 BIG = 40_000_000
 """Bytes of a message that no connection takes at once."""
 

@@ -1,4 +1,5 @@
-"""A stranger who knows the ports of a local job: it listens on loopback only, and its notes cannot be forged."""
+"""A stranger who knows the ports of a local job: it listens on loopback only, and its notes cannot be forged,
+neither before the ranks have met nor after."""
 
 from __future__ import annotations
 
@@ -59,6 +60,45 @@ def job(folder: Path) -> Iterator[tuple[list[subprocess.Popen[bytes]], dict[str,
         ready = [folder / f"ready{rank}" for rank in range(2)]
         assert wait_until(lambda: all(path.exists() for path in ready), PATIENCE)
         yield ranks, world[0]
+
+
+SLOW_START = """
+import os, time
+import torch, torch.distributed as dist
+import oktopk
+from oktopk.comm.tcp import rendezvous
+rank, introduce = int(os.environ["RANK"]), rendezvous.introduce
+def late(*args):
+    time.sleep(4 * rank)  # a slow resolver: rank 0 waits for so long that it would look for notes
+    return introduce(*args)
+rendezvous.introduce = late
+dist.init_process_group("gloo")
+comm = oktopk.GroupCommunicator.exclusive(timeout=120)
+x = torch.ones(1)
+comm.all_reduce_(x, "sum")
+assert x == 2
+comm.close()
+dist.destroy_process_group()
+print("finished")
+"""
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_a_stranger_cannot_end_a_job_that_has_not_met(secret: bool) -> None:
+    """The notes are in the store before the ranks come, where their communicator will look for them."""
+    with local_world(2) as world:
+        store = dist.TCPStore("127.0.0.1", int(world[0]["MASTER_PORT"]), is_master=False)
+        for what, note in (("trouble", "- ?"), ("failed", "- rank 1 failed: forged"), ("failed/1", "- 0")):
+            store.set(f"default_pg/0//oktopk/0/0-1/1/{what}", note)
+        environments = [
+            rank if secret else {k: v for k, v in rank.items() if k != "OKTOPK_SECRET"} for rank in world
+        ]
+        started = [Process(rank, subprocess.PIPE, subprocess.PIPE) for rank in environments]
+        with start_processes([sys.executable, "-c", SLOW_START], started) as (ranks, _):
+            outputs = [rank.communicate(timeout=PATIENCE) for rank in ranks]
+            keys = {key.removesuffix("/0/0") for key in store.list_keys() if "oktopk" in key}
+    assert "default_pg/0//oktopk/0/0-1/1" in keys  # the stranger has found the right place
+    assert [out for out, _ in outputs] == [b"finished\n"] * 2, outputs
 
 
 def finish(ranks: list[subprocess.Popen[bytes]], folder: Path) -> None:

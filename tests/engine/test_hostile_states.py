@@ -76,6 +76,21 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "a bucket in two groups": (put("groups", 0, "buckets", value=[1]), "its groups name the buckets"),
     "a group without buckets": (put("groups", 0, "buckets", value=[]), "a group without buckets"),
     "a residual of one entry": (memory("residuals", torch.tensor([7.0])), "have 1 entries, the parameter 200"),
+    "more entries than there are": (track("local", "count", value=C + 1), "local threshold"),
+    "a count of 400 digits": (track("local", "count", value=10**400), "local threshold"),
+    "an age of 400 digits": (track("local", "age", value=10**400), "local threshold"),
+    "steps of 400 digits": (track("steps", value=10**400), "steps must be"),
+    "a step of 65 bits": (put("step", value=2**64), "step must be an integer from 0"),
+    "a residual that float32 cannot hold": (
+        memory("residuals", torch.full((C,), 1e300, dtype=torch.float64)), "of c are not finite"
+    ),
+    "a velocity that float32 cannot hold": (
+        memory("velocities", torch.full((C,), 1e300, dtype=torch.float64)), "of c are not finite"
+    ),
+    "a residual of 8 bits": (memory("residuals", torch.zeros(C).to(torch.float8_e4m3fn)), "16 bits or more"),
+    "a residual without data": (memory("residuals", torch.zeros(C, device="meta")), "the meta device"),
+    "a residual of a number": (put("residuals", 5, value=torch.zeros(C)), "the residuals have the name 5"),
+    "times of 400 digits": (put("autotune", "seconds", value=[10**400, 1]), "step times must be finite"),
     "a residual of NaN": (memory("residuals", torch.full((C,), math.nan)), "of c are not finite"),
     "a residual of integers": (memory("residuals", torch.ones(C, dtype=torch.int64)), "floating-point"),
     "a residual that is a list": (memory("residuals", [0.0] * C), "floating-point"),
@@ -198,3 +213,27 @@ def test_the_states_that_are_spoilt_here_are_good_ones() -> None:
     assert state["residuals"].keys() == SHAPES.keys()
     assert [group["buckets"] for group in state["groups"]] == [[0], [1], [2]]
     assert state["buckets"][0] == {"names": ["c"], "sizes": [C]}
+
+
+def test_ranks_that_resume_with_other_decisions_say_so_at_once() -> None:
+    """One goes on dense, the other one sparse: their next messages would not be each other's."""
+
+    def rank(comm: oktopk.Communicator) -> str:
+        with reducer_on(comm, auto=True, warmup_steps=0) as reducer:
+            record_steps(reducer, comm.rank, range(1))
+            state = reducer.state_dict()
+        state["autotune"]["prefers_dense"], state["step"] = bool(comm.rank), 100
+        with reducer_on(comm, auto=True, warmup_steps=0) as reducer:
+            reducer.load_state_dict(state)
+            with pytest.raises(ValueError, match="ranks disagree on density of the step") as caught:
+                reducer.sync(stepping.gradients(comm.rank, 100))
+            return str(caught.value)
+
+    with pytest.raises(ValueError, match="ranks disagree"):
+        on_ranks(2, rank, timeout=300.0)
+
+
+def test_redistribute_does_not_count_to_the_number_of_ranks() -> None:
+    (state,) = saved()
+    with pytest.raises(ValueError, match="redistribute needs the states of all 4611686018427387904 ranks"):
+        oktopk.redistribute([state | {"world": 2**62}], 0, 1)

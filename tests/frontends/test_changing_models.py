@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import oktopk
 from tests.support import worlds
@@ -335,8 +336,8 @@ def refused(connect: Callable[..., Any]) -> dict[str, str]:
             found[f"{kind} in the hook"] = error_of(lambda net=net: net().backward())
     with python_reducer(), oktopk.OkTopkState(timeout=20) as state:
         found["python_reducer"] = error_of(state.register, DDP(mlp()))
-    net = DDP(mlp())
-    net.mixed_precision = object()
+    half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    net = DDP(mlp(), mixed_precision=half)
     with oktopk.OkTopkState(timeout=20) as state:
         found["mixed_precision"] = error_of(state.register, net)
     return found

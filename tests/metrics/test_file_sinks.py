@@ -212,6 +212,14 @@ def test_a_whole_line_that_only_lacks_its_line_feed_is_kept(tmp_path: Path) -> N
     assert (tmp_path / "run.csv").read_bytes() == header
 
 
+def test_a_last_line_that_nests_too_deep_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.write_bytes(b'{"event":' + b"[" * 200_000)
+    with JSONLSink(path) as sink:
+        sink.emit(step(0))
+    assert {row["step"] for row in lines(path)} == {0}
+
+
 @each_file
 def test_somebody_elses_file_is_refused_and_left_alone(make: Callable[[Path], Sink], tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"

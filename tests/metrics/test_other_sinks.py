@@ -39,6 +39,23 @@ def test_a_closed_sink_takes_no_more_and_closes_again(tmp_path: Path) -> None:
             sink.emit(step(1))
 
 
+def test_a_signal_may_close_a_sink_in_the_thread_that_emits() -> None:
+    """The handler runs inside emit(): it must not wait for the thread that it interrupts."""
+    made: list[Sink] = []
+
+    class Interrupted(Sink):
+        def _write(self, event: StepEvent) -> None:
+            made[0].close()
+
+    made.append(Interrupted())
+    thread = threading.Thread(target=made[0].emit, args=(step(0),), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    with pytest.raises(OkTopkError, match="is closed"):
+        made[0].emit(step(1))
+
+
 def test_steps_without_buckets_and_steps_that_send_nothing_are_fine(tmp_path: Path) -> None:
     for sink in every_sink(tmp_path):
         with sink:

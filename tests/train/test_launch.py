@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from oktopk import CommError
 from oktopk.train import launch
 from oktopk.train.config.options import ConfigError
 from oktopk.train.launch import (
@@ -254,3 +256,16 @@ def test_a_second_sigterm_changes_nothing() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert stop.signal is signal.SIGTERM
+
+
+@pytest.mark.timeout(120)
+def test_ranks_of_srun_that_do_not_meet_are_asked_for_their_secrets() -> None:
+    """Rank 1 has another secret than rank 0, so nobody listens at the port where it looks."""
+    environment = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "127.0.0.1", "OKTOPK_SECRET": "b" * 32}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD"))}
+    with (
+        mock.patch.dict(os.environ, kept | environment, clear=True),
+        pytest.raises(CommError, match=r"rank 1 did not meet the others at 127.0.0.1:\d+: .*same OKTOPK_SECRET\?"),
+        launch.connect(RankInfo("srun", 1, 2), timeout=1.0),
+    ):
+        pass

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from oktopk.train import run as module
+from oktopk.train import run_folder
 from oktopk.train.checkpoint import snapshot
 from oktopk.train.checkpoint.replicas import checksum
 from oktopk.train.checkpoint.snapshot import CheckpointError
@@ -420,3 +421,16 @@ def test_a_result_on_a_full_disk_is_an_error(runs: Runs, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("oktopk.train.run_folder.write_atomically", full)
     assert "result.json" in runs("run", max_epochs=1).errors(OSError)[0]
+
+
+def test_lines_that_no_run_has_written_do_not_stop_a_resume(tmp_path: Path) -> None:
+    lines, table = tmp_path / "metrics.jsonl", tmp_path / "steps.csv"
+    good = b'{"event":"step","step":1}\n'
+    lines.write_bytes(
+        good + b'{"event":' + b"[" * 200_000 + b"\n" + b'{"event":"step","step":' + b"9" * 5000 + b"}\n"
+    )
+    run_folder._rewind_lines(lines, 3)
+    assert lines.read_bytes() == good
+    table.write_bytes(b"step,loss\n1,2\n" + b"9" * 5000 + b",1\n")
+    run_folder._rewind_table(table, 3)
+    assert table.read_bytes() == b"step,loss\n1,2\n"

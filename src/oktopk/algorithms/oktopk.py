@@ -77,7 +77,7 @@ class OkTopkTracking:
         """Say what cannot be right of a state that was read from a file; None if it may be right."""
         if self.edges and not is_partition(self.edges, size):
             return f"edges of regions must be integers that rise from 0 to {size}, got {self.edges[:8]}"
-        if self.local is not None and not (isinstance(self.local, Tracker) and self.local.sane):
+        if self.local is not None and not (isinstance(self.local, Tracker) and self.local.is_sane(size)):
             return f"the local threshold is out of range: {self.local}"
         if self.overall is not None and not (isinstance(self.overall, GlobalThreshold) and self.overall.sane):
             return f"the global threshold is out of range: {self.overall}"

@@ -37,8 +37,8 @@ def target_count(size: int, density: float) -> int:
 
 
 def is_count(x: object) -> bool:
-    """Whether something that was read from a file is an integer of at least 0."""
-    return type(x) is int and x >= 0
+    """Whether something that was read from a file is an integer of at least 0 that fits into 64 bits."""
+    return type(x) is int and 0 <= x < 1 << 63
 
 
 def is_threshold(x: object) -> bool:
@@ -127,11 +127,11 @@ class Tracker:
         low, high = _SLOPES
         return replace(self, slope=0.5 * self.slope + 0.5 * min(high, max(low, measured)))
 
-    @property
-    def sane(self) -> bool:
-        """Whether a tracker that was read from a file can be one."""
+    def is_sane(self, size: int) -> bool:
+        """Whether a tracker that was read from a file can be one, of a tensor with `size` entries."""
         slope_is_sane = type(self.slope) in (int, float) and _SLOPES[0] <= self.slope <= _SLOPES[1]
-        return is_threshold(self.threshold) and slope_is_sane and is_count(self.count) and is_count(self.age)
+        counts_are_sane = is_count(self.count) and self.count <= size and is_count(self.age)
+        return is_threshold(self.threshold) and slope_is_sane and counts_are_sane
 
 
 def in_band(count: int, k: int) -> bool:

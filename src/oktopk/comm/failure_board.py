@@ -7,7 +7,8 @@ to rank 0, finds the note, and names rank 2. In a sum over all ranks no rank kno
 rank leaves a note that it is alive: those without a note are lost.
 
 Others may write to the store too. Ranks sign their notes with a key that is not in the store; a note without a
-valid signature counts as none.
+valid signature counts as none. Until the ranks have met there may be no such key: then nobody looks whether others
+have failed, and notes are read only by a rank that has lost its connections already.
 """
 
 from __future__ import annotations
@@ -46,19 +47,24 @@ class FailureBoard:
         rank: This rank.
         world: How many ranks there are.
         key: Signs the notes; without one they are not signed.
+        met: Whether the key is the one to stay; otherwise start_session() follows.
     """
 
-    def __init__(self, name: str, rank: int, world: int, key: bytes | None = None) -> None:
+    def __init__(self, name: str, rank: int, world: int, key: bytes | None = None, met: bool = True) -> None:
         # A clone has its own connection: its timeout is not shared with others, and neither is a lock.
         default: Any = dist.distributed_c10d._get_default_store()
         self._store = default.clone()
         self._store.set_timeout(timedelta(seconds=TIMEOUTS.store))
         self._rank, self._world = rank, world
-        self.key = key
+        self._key, self._met = key, met
         self._reason, self._failures = (f"oktopk/{name}/{what}" for what in ("failed", "trouble"))
         self._turn = threading.Lock()
         self._store_silent = False
         self._silenced = threading.Event()
+
+    def start_session(self, key: bytes) -> None:
+        """The ranks have met: from now on notes are signed with the key that only they have."""
+        self._key, self._met = key, True
 
     def silence(self) -> None:
         """From now on the store is neither read nor written; a thread that waits for its answer returns."""
@@ -77,7 +83,13 @@ class FailureBoard:
         self._query(write, TIMEOUTS.store)
 
     def has_failures(self) -> bool:
-        """Whether a rank has failed, or has lost another one; not known while an earlier query still waits."""
+        """Whether a rank has failed, or has lost another one; not known while an earlier query still waits.
+
+        Nor is it before the ranks have met: whoever reaches the store could end the job. A rank that fails then
+        closes its connections, which the others notice.
+        """
+        if not self._met:
+            return False
         if self._store_silent and self._turn.locked():
             return False
         return self._query(lambda store: self._read(store, self._failures), TIMEOUTS.store) is not None
@@ -128,7 +140,7 @@ class FailureBoard:
         return f"{self._signature(key, text)} {text}"
 
     def _signature(self, key: str, text: str) -> str:
-        return "-" if self.key is None else hmac.digest(self.key, f"{key}\n{text}".encode(), "sha256").hex()
+        return "-" if self._key is None else hmac.digest(self._key, f"{key}\n{text}".encode(), "sha256").hex()
 
     def _read(self, store: Any, key: str) -> str | None:
         """A note that a rank of this job has left; None if there is none."""

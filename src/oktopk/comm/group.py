@@ -25,11 +25,11 @@ from .base import Communicator
 from .failure_board import FailureBoard
 from .messages import Closed, LostRank, Messages, Transfer
 from .process_group.gloo_messages import GlooMessages
-from .process_group.limits import group_timeout, raise_file_limit
+from .process_group.limits import group_timeout, raise_file_limit, timeout_problem
 from .process_group.scheduling import batch_scheduled
 from .process_group.sums import GroupSums
 from .tcp.handshake import MOST_UNIDENTIFIED
-from .tcp.meeting import Meeting, key_without_session
+from .tcp.meeting import Meeting, key_before_session, key_without_session
 from .transport import CLOSED, INTERRUPTED, PendingSum, format_ranks
 
 _log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class GroupCommunicator(Communicator):
     Raises:
         CommError: torch.distributed is not initialised, the ranks could not connect, or their secrets
             (OKTOPK_SECRET, docs/security.md) differ.
+        ValueError: The timeout is not a number of seconds; with a companion on every rank, though one was wrong.
 
     Example, in every process of `torchrun --nproc-per-node=2`::
 
@@ -118,7 +119,8 @@ class GroupCommunicator(Communicator):
     ) -> None:
         _require_torch_distributed()
         given: Any = dist.group.WORLD if group is None else group
-        seconds = group_timeout(given) if timeout is None else timeout
+        mistake = timeout_problem(timeout)
+        seconds = group_timeout(given) if timeout is None or mistake else timeout
         super().__init__(dist.get_rank(group), dist.get_world_size(group), seconds)
         self._sums = GroupSums(given, given, self.rank, self.world)
         self._messages: Messages = GlooMessages(given)
@@ -129,11 +131,12 @@ class GroupCommunicator(Communicator):
         if companion:
             _made[ranks] += 1
             name = f"{_restart_count()}/{'-'.join(map(str, ranks))}/{_made[ranks]}"
-        self._board = FailureBoard(name, self.rank, self.world)
-        if companion:
-            self._connect(given, name)
+            self._board = FailureBoard(name, self.rank, self.world, key_before_session(name), met=False)
+            self._connect(given, name, mistake)
+        elif mistake is not None:
+            raise ValueError(mistake)
         else:
-            self._board.key = key_without_session(name)
+            self._board = FailureBoard(name, self.rank, self.world, key_without_session(name))
 
     @classmethod
     def exclusive(cls, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> GroupCommunicator:
@@ -145,20 +148,25 @@ class GroupCommunicator(Communicator):
         """
         _require_torch_distributed()
         given: Any = dist.group.WORLD if group is None else group
-        seconds = group_timeout(given) if timeout is None else timeout
         own = group
         if dist.get_backend(group) != "gloo":
+            usual = timeout is None or timeout_problem(timeout)  # a wrong one is told to all ranks
+            seconds = group_timeout(given) if usual else float(timeout or 0)
             own = dist.new_group(
                 dist.get_process_group_ranks(given),
                 timedelta(seconds=seconds),
                 dist.get_backend(group),
                 use_local_synchronization=True,
             )
-        return cls(own, seconds, companion=True)
+        return cls(own, group_timeout(given) if timeout is None else timeout, companion=True)
 
-    def _connect(self, given: Any, name: str) -> None:
-        """Set up the companion, together with all other ranks."""
-        raise_file_limit(3 * self.world + MOST_UNIDENTIFIED)  # gloo's, ours, and those that are not identified
+    def _connect(self, given: Any, name: str, mistake: str | None) -> None:
+        """Set up the companion, together with all other ranks; they are told if an argument is wrong here."""
+        limit = None
+        try:
+            raise_file_limit(3 * self.world + MOST_UNIDENTIFIED)  # gloo's, ours, and those that are not identified
+        except CommError as error:
+            limit = str(error)
         store = PrefixStore(f"oktopk/{name}", dist.distributed_c10d._get_default_store())
         with self.explaining(Operation("barrier", "connecting", control=True), None, self._deadline()):
             with batch_scheduled():
@@ -166,12 +174,12 @@ class GroupCommunicator(Communicator):
             self._sums = GroupSums(given, own, self.rank, self.world)
             self._messages = GlooMessages(own)
             meeting = Meeting(self.rank, self.world, self.timeout, self._sum_now)
-            mesh, problem = meeting.meet(store, name, self._board)
+            mesh, refusal = meeting.meet(store, name, self._board, mistake, limit)
             self._messages = mesh or self._messages
             own.barrier().wait()  # a rank that closed its connections now would break the set-up of others
-        if problem is not None:
+        if refusal is not None:
             self.close()
-            raise CommError(problem)
+            raise refusal
 
     def _sum_now(self, x: Tensor) -> None:
         self._sums.begin(x, self.timeout).wait(self.timeout, self._check_ranks)

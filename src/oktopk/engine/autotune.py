@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class Autotune:
 def read_decision(saved: Mapping[str, Any]) -> tuple[bool, tuple[float, float]]:
     """Check a decision that another rank or a file has told: (prefers_dense, seconds)."""
     dense, sparse = saved["seconds"]
-    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in (dense, sparse)):
+    if not all(type(x) in (int, float) and 0 <= x <= sys.float_info.max for x in (dense, sparse)):
         raise ValueError(f"autotune: step times must be finite and not negative, got {saved['seconds']}")
     if type(saved["prefers_dense"]) is not bool:
         raise ValueError(f"autotune: prefers_dense must be a bool, got {saved['prefers_dense']!r}")

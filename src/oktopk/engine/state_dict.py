@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT = 2
 _MEMORIES = ("residuals", "velocities")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 
 
@@ -116,15 +117,20 @@ def _sizes_in(layout: Iterable[Bucket]) -> dict[str, int]:
 
 
 def _memory(saved: Mapping[str, Any], memory: str, sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The residuals or velocities by parameter: dense, floating-point, finite, and of the parameters' sizes."""
-    parts = dict(saved[memory])
-    for name, part in parts.items():
+    """The residuals or velocities by parameter: dense, finite in float32, and of the parameters' sizes."""
+    parts: dict[str, Tensor] = {}
+    for name, part in dict(saved[memory]).items():
         what = f"{MISMATCH}: the {memory} of {name}"
-        if not isinstance(part, Tensor) or part.layout is not torch.strided or not part.is_floating_point():
-            raise ValueError(f"{what} are not a dense floating-point tensor")
+        if not isinstance(name, str):
+            raise ValueError(f"{MISMATCH}: the {memory} have the name {name!r}")
+        if not isinstance(part, Tensor) or part.layout is not torch.strided or part.dtype not in _DTYPES:
+            raise ValueError(f"{what} are not a dense floating-point tensor of 16 bits or more")
+        if part.is_meta:
+            raise ValueError(f"{what} have no data: they are on the meta device")
         if part.numel() != sizes.get(name, part.numel()):
             raise ValueError(f"{what} have {part.numel()} entries, the parameter {sizes[name]}")
-        if not all_finite(part):
+        parts[name] = part.detach().to(torch.float32)
+        if not all_finite(parts[name]):
             raise ValueError(f"{what} are not finite")
     return parts
 
@@ -209,7 +215,7 @@ def redistribute_residuals(states: Iterable[Mapping[str, Any]], rank: int, world
                         raise ValueError(f"the states are not of one run: other shapes of the {memory} of {name}")
                     total += part
         seen.add(state["rank"])
-    if first is None or seen != set(range(first["world"])):
+    if first is None or len(seen) != first["world"] or max(seen) >= len(seen):
         expected = "all ranks" if first is None else f"all {first['world']} ranks"
         raise ValueError(f"redistribute needs the states of {expected}, got those of {sorted(seen)}")
     per_host = first.get("ranks_per_host") or 1

@@ -273,7 +273,8 @@ class StepReducer:
                 f"unsupported gradient dtype {grad.dtype} in {bucket}; expected a floating-point dtype"
             )
         terms = {"step": self.step, "bucket": self._handed, "parameters": bucket.names, "sizes": bucket.sizes}
-        agree(self.meter, terms | {"dtype": grad.dtype} | self.settings.terms())
+        terms |= {"density of the step": "dense" if self.density is None else self.density, "dtype": grad.dtype}
+        agree(self.meter, terms | self.settings.terms())
         always = [
             torch.arange(place.start, place.stop)
             for name, place in bucket.places.items()

@@ -14,7 +14,7 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink
-from .base import FrontEnd, check_supported, choose_algorithm, describe
+from .base import FrontEnd, check_sinks, check_supported, choose_algorithm, describe
 from .bucketed import BucketedGradients, check_pairs
 
 
@@ -63,10 +63,10 @@ class AllReducer(FrontEnd):
             settings = Settings.from_options(chosen, density, warmup_steps, norm_clip, auto, options)
             named = check_pairs(named_parameters)
             check_supported(named.items())
+            checked = check_sinks(sinks, trainer)
             self._gradients = BucketedGradients(named, buckets)
             terms |= settings.terms() | describe(named) | {"buckets": self._gradients.buckets}
-        engine = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
-        self._hold(engine, trainer)
+        self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=checked)
 
     @property
     def step(self) -> int:

@@ -16,7 +16,7 @@ from ..comm import Communicator, agree
 from ..engine.async_reducer import AsyncReducer
 from ..engine.settings import Settings
 from ..metrics.events import MetricsSink, StepEvent
-from ..metrics.sinks import TrainerLists
+from ..metrics.sinks import Sink, TrainerLists, as_sink
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,13 +37,6 @@ class FrontEnd:
     def _connect(self) -> AsyncReducer:
         """The engine of a copy that is used for the first time."""
         raise AttributeError("there is no engine yet")
-
-    def _hold(self, engine: AsyncReducer, trainer: Any) -> None:
-        self._held = engine
-        if trainer is None:
-            _log.debug("no trainer is linked: its lists of metrics are not filled")
-        else:
-            self.set_trainer(trainer)
 
     @property
     def last(self) -> StepEvent | None:
@@ -160,6 +153,23 @@ def _say_adaptive(name: str) -> None:
         "2.1 times as many steps as dense. oktopk.LocalOptimizer (oktopk train --average updates) took 1.4 times",
         name,
     )
+
+
+def check_sinks(sinks: Iterable[MetricsSink], trainer: object) -> list[Sink]:
+    """The sinks, that of a trainer last; a TypeError if one of them cannot be a sink."""
+    if not isinstance(sinks, Iterable):
+        raise TypeError(f"sinks must be a list of sinks, got {type(sinks).__name__}")
+    found = list(sinks)
+    for sink in found:
+        if isinstance(sink, type) or not (
+            callable(getattr(sink, "emit", None)) and callable(getattr(sink, "close", None))
+        ):
+            raise TypeError(f"sinks must have emit() and close(), got {sink!r}")
+    if trainer is None:
+        _log.debug("no trainer is linked: its lists of metrics are not filled")
+    else:
+        found.append(TrainerLists(trainer))
+    return [as_sink(sink) for sink in found]
 
 
 def describe(parameters: Mapping[str, Tensor]) -> dict[str, object]:

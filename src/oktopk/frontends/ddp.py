@@ -21,7 +21,7 @@ from ..engine.settings import Options, Settings
 from ..engine.state_dict import saved_layout
 from ..feedback.buckets import Bucket, BucketPlan, check_plan, flatten, layout_mismatch, make_buckets, unflatten
 from ..metrics.events import MetricsSink
-from .base import FrontEnd, check_momentum, check_supported, describe, warn_adaptive
+from .base import FrontEnd, check_momentum, check_sinks, check_supported, describe, warn_adaptive
 from .copies import Copied
 from .watching import GuardHandle, ModelWatch, OptimizerGuard, bucket_problem, model_problem, unwrap
 
@@ -75,15 +75,15 @@ class OkTopkState(FrontEnd):
         with checking_together(comm, owned=True) as terms:
             settings = Settings.from_options(algorithm, density, warmup_steps, norm_clip, auto, options)
             check_plan(buckets)
+            checked = check_sinks(sinks, trainer)
             if named_parameters is not None:
                 self._name(named_parameters)
             terms |= (
                 settings.terms() | describe({name: p for p, name in self._names.items()}) | {"buckets": buckets}
             )
-        engine = AsyncReducer(
-            settings, comm, owns_comm=True, unused_stay=True, grad_scaler=grad_scaler, sinks=sinks
+        self._held = AsyncReducer(
+            settings, comm, owns_comm=True, unused_stay=True, grad_scaler=grad_scaler, sinks=checked
         )
-        self._hold(engine, trainer)
 
     def _begin_unnamed(self, plan: BucketPlan | None, timeout: float | None) -> None:
         self._plan, self._timeout = plan, timeout

@@ -20,7 +20,7 @@ from ..engine.settings import UPDATES, Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
 from ..wire.sparse_vector import all_finite
-from .base import choose_algorithm
+from .base import check_sinks, choose_algorithm
 from .updates import LocalUpdates, average_state
 from .wrapped import WrappedOptimizer
 
@@ -120,8 +120,8 @@ class LocalOptimizer(WrappedOptimizer):
             terms |= settings.terms() | self._wrap(optimizer, named_parameters, network, buckets, torch.float32)
             terms |= {"sync_every": sync_every, "average_state_every": average_state_every, "broadcast": broadcast}
             terms |= {"averaged_state": list(averaged_state)}
-        engine = AsyncReducer(settings, ranks, owns_comm=comm is None, sinks=sinks, averages=UPDATES)
-        self._hold(engine, trainer)
+            checked = check_sinks(sinks, trainer)
+        self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, sinks=checked, averages=UPDATES)
         self.sync_every = sync_every
         self._average_state_every, self._averaged_state = average_state_every, tuple(averaged_state)
         self._scaler = cast("_AmpScaler | None", grad_scaler)

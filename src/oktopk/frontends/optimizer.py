@@ -19,7 +19,7 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
-from .base import check_momentum, choose_algorithm, warn_adaptive
+from .base import check_momentum, check_sinks, choose_algorithm, warn_adaptive
 from .wrapped import WrappedOptimizer
 
 
@@ -79,9 +79,9 @@ class DistributedOptimizer(WrappedOptimizer):
             terms |= settings.terms() | self._wrap(optimizer, named_parameters, model, buckets)
             terms |= {"backward_passes": backward_passes, "broadcast": broadcast}
             check_momentum(settings, optimizer)
+            checked = check_sinks(sinks, trainer)
             warn_adaptive(settings, optimizer, ranks.rank)
-        engine = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=sinks)
-        self._hold(engine, trainer)
+        self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=checked)
         self._backward_passes = backward_passes
         self._synchronized = False
         self._applied = True

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from oktopk.comm import Communicator, GroupCommunicator, MPICommunicator, alone
+from oktopk.errors import CommError
 from oktopk.utils.processes import Process, local_world, start_processes
-from oktopk.utils.secret import read_secret
+from oktopk.utils.secret import SECRET, read_secret
 
 from .collective_errors import is_collective
 from .config.options import ConfigError
@@ -116,13 +117,29 @@ def connect(info: RankInfo, timeout: float) -> Iterator[Communicator]:
     if info.launcher == "srun":
         os.environ |= _slurm_rendezvous(info)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    with _hinting_at_the_secret(info):
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
         comm = GroupCommunicator.exclusive(timeout=timeout)
         with _report_failure(comm):
             yield comm
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _hinting_at_the_secret(info: RankInfo) -> Iterator[None]:
+    """Under srun, ranks with different secrets look for each other at different ports."""
+    try:
+        yield
+    except RuntimeError as error:
+        if info.launcher != "srun":
+            raise
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CommError(
+            f"rank {info.rank} did not meet the others at {place}: {str(error).splitlines()[0]}. Do all ranks "
+            f"have the same {SECRET}? Under srun the port depends on it"
+        ) from error
 
 
 @contextmanager

@@ -199,7 +199,7 @@ def _rewind_lines(path: Path, step: int) -> None:
         try:
             row = json.loads(line)
             return bool(row["step"] < step + (row["event"] in ("epoch", "validation")))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False
 
     _filter_lines(path, keep)
@@ -208,7 +208,9 @@ def _rewind_lines(path: Path, step: int) -> None:
 def _rewind_table(path: Path, step: int) -> None:
     def keep(line: bytes) -> bool:
         number = line.partition(b",")[0]
-        return number == b"step" or (number.isdigit() and int(number) < step and line.endswith(b"\n"))
+        return number == b"step" or (
+            number.isdigit() and len(number) < 20 and int(number) < step and line.endswith(b"\n")
+        )
 
     _filter_lines(path, keep)
 

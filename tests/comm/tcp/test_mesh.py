@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oktopk import CommError, Communicator, WireError
-from oktopk.comm.messages import Closed, TransferError, pack
+from oktopk.comm.messages import Closed, LostRank, TransferError, pack
 from oktopk.comm.tcp.mesh import Mesh
 from oktopk.metrics.traffic import Operation
 from tests.support import worlds
@@ -184,6 +184,23 @@ def test_a_signal_may_close_it_while_it_moves_messages(begin: Callable[[Mesh], A
     with pytest.raises(Closed):
         begin(link.mesh).wait(LONG)
     other.close()
+
+
+class ClosedMeanwhile(socket.socket):
+    """Another thread closes it between two looks of this one."""
+
+    def getsockopt(self, *arguments: Any) -> Any:
+        self.close()
+        return super().getsockopt(*arguments)
+
+
+def test_a_look_at_a_link_that_is_closed_meanwhile_is_no_other_error() -> None:
+    one, other = socket.socketpair()
+    mesh = Mesh({1: ClosedMeanwhile(fileno=one.detach())})
+    other.close()
+    with pytest.raises(LostRank, match="connection closed by peer"):
+        mesh.check_ranks()
+    mesh.close()
 
 
 def test_a_message_that_is_too_large_is_an_error_and_the_next_one_arrives() -> None:

@@ -25,7 +25,15 @@ from torch import nn
 import oktopk
 from oktopk.comm import Communicator, run_threads
 from oktopk.train.checkpoint import snapshot as module
-from oktopk.train.checkpoint.snapshot import FORMAT, MANIFEST, CheckpointError, ModelIdentity, Snapshot
+from oktopk.train.checkpoint.snapshot import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    DamagedCheckpoint,
+    ModelIdentity,
+    Snapshot,
+    redistribute_rank_state,
+)
 from oktopk.train.checkpoint.storage import Checkpoints
 from tests.support.train.saving import (
     MODEL,
@@ -495,6 +503,14 @@ def test_another_number_of_ranks_keeps_the_mass(
         assert snapshot.own["random"] is snapshot.own["task"] is None
     (said,) = caplog.records
     assert f"was saved by {before} ranks, now there are {after}" in said.message
+
+
+def test_buffers_of_other_shapes_are_not_averaged() -> None:
+    states = run_threads(2, after_some_steps)
+    buffers = (torch.zeros(5), torch.tensor([7.0]))
+    parts = [{"oktopk": own, "buffers": {"mean": one}} for own, one in zip(states, buffers, strict=True)]
+    with pytest.raises(DamagedCheckpoint, match=r"the buffer mean has the shapes \(5,\) and \(1,\)"):
+        redistribute_rank_state(parts, 0, 1)
 
 
 def test_with_another_number_of_ranks_the_files_of_all_old_ones_count(

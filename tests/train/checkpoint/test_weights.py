@@ -148,6 +148,9 @@ def test_pretrain_from_what_is_not_there(tmp_path: Path) -> None:
         load_weights(tiny(), tmp_path / "absent.pt")
     with pytest.raises(ConfigError, match="no checkpoint found"):
         load_weights(tiny(), tmp_path)
+    (tmp_path / "checkpoints" / "step-²").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="no checkpoint found"):
+        load_weights(tiny(), tmp_path)
     (tmp_path / "text.pt").write_text("weights")
     with pytest.raises(ConfigError, match="not a state_dict"):
         load_weights(tiny(), tmp_path / "text.pt")

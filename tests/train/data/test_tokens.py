@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,14 @@ def test_token_files_come_first_and_say_their_vocabulary(tmp_path: Path) -> None
             {"train.bin": b"\1\0", "val.bin": b"\1\0", "vocab_size.txt": b"many"},
             "expected a number from 2 to 65536",
         ),
+        (
+            {"train.bin": b"\1\0", "val.bin": b"\1\0", "vocab_size.txt": b"9" * 5000},
+            "expected a number from 2 to 65536",
+        ),
+        (
+            {"train.bin": b"\1\0", "val.bin": b"\1\0", "vocab_size.txt": "²".encode()},
+            "expected a number from 2 to 65536",
+        ),
         ({"train.bin": b"\7\0", "val.bin": b"\1\0", "vocab_size.txt": b"5"}, "token 7 is outside the vocabulary"),
     ],
 )
@@ -75,6 +84,18 @@ def test_folders_that_cannot_be_used(tmp_path: Path, files: dict[str, bytes], me
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
+        read_tokens(tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["input.txt", "train.bin", "val.bin", "vocab_size.txt"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    if name != "input.txt":
+        for other in ("train.bin", "val.bin"):
+            (tmp_path / other).write_bytes(b"\1\0")
+        (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}: cannot be read: not a regular file"):
         read_tokens(tmp_path)
 
 

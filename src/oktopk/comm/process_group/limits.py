@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from ...utils.timeouts import TIMEOUTS
 
 _SPARE = 64
 """Descriptors for everything else that a process opens."""
+_LONGEST = 1e9
+"""Seconds, about 30 years: torch counts milliseconds in 64 bits."""
 
 
 def group_timeout(group: Any) -> float:
@@ -21,6 +24,14 @@ def group_timeout(group: Any) -> float:
         if options is not None:
             return float(options._timeout.total_seconds())
     return TIMEOUTS.operation
+
+
+def timeout_problem(timeout: object) -> str | None:
+    """What is wrong with a timeout that somebody gave; None if nothing is."""
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if timeout is None or (number and 0 < float(timeout) <= _LONGEST):  # type: ignore[arg-type]
+        return None
+    return f"timeout must be a number of seconds above 0 and up to {_LONGEST:g}, got {timeout!r}"
 
 
 def raise_file_limit(connections: int) -> None:

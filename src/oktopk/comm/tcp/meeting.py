@@ -38,23 +38,31 @@ class Meeting:
     def __init__(self, rank: int, world: int, timeout: float, add_up: Callable[[Tensor], None]) -> None:
         self._rank, self._world, self._timeout, self._add_up = rank, world, timeout, add_up
 
-    def meet(self, store: Any, name: str, board: FailureBoard) -> tuple[Mesh | None, str | None]:
+    def meet(
+        self, store: Any, name: str, board: FailureBoard, mistake: str | None = None, problem: str | None = None
+    ) -> tuple[Mesh | None, CommError | ValueError | None]:
         """Connect to all ranks. All of them call it together, and come to the same result.
 
         Args:
             store: The job's store.
             name: Of the communicator, the same on all ranks.
             board: Gets the key with which ranks sign their notes.
+            mistake: Which argument of this rank is wrong.
+            problem: Why this rank must not start.
 
         Returns:
             The connections, or None if messages stay with gloo; and why the job must not start, or None.
         """
         me, secret, listener = rendezvous.introduce(store, name, self._world)
+        me = me.with_faults(mistake, problem)
         with listener or nullcontext():
             everybody = rendezvous.parse_introductions(self._gather(me.to_bytes()))
+            if mistake := rendezvous.find_mistake(everybody, self._rank):
+                return None, ValueError(mistake)
             if problem := rendezvous.find_problem(everybody):
-                return None, problem
-            board.key = key = rendezvous.session_key(secret, everybody)
+                return None, CommError(problem)
+            key = rendezvous.session_key(secret, everybody)
+            board.start_session(key)
             if secret is None and self._rank == 0 and rendezvous.spans_machines(everybody):
                 _warn_once(
                     "oktopk: this job runs on several hosts without a secret: whoever reaches their ports may "
@@ -67,7 +75,7 @@ class Meeting:
                 mesh, obstacle = self._connect(listener, endpoints, key)
                 speaks = bool(obstacle)
         if mesh is None and self._world > 1 and any(one.required for one in everybody):
-            return None, f"{_UNCHECKED}: {obstacle or 'a rank asks for it, or cannot connect'}"
+            return None, CommError(f"{_UNCHECKED}: {obstacle or 'a rank asks for it, or cannot connect'}")
         if obstacle and speaks:
             _log.warning("rank %d: messages fall back to gloo, which is slower: %s", self._rank, obstacle)
         return mesh, None
@@ -93,6 +101,15 @@ class Meeting:
         rows[self._rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._add_up(rows)
         return [bytes(row.numpy()).rstrip(b"\0") for row in rows]
+
+
+def key_before_session(name: str) -> bytes | None:
+    """What signs notes until the ranks have met; None without a secret. A wrong one is found at the meeting."""
+    try:
+        secret = read_secret()
+    except ValueError:
+        return None
+    return None if secret is None else derive_key(secret, b"before the session " + name.encode())
 
 
 def key_without_session(name: str) -> bytes | None:

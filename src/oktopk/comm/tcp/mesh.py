@@ -208,8 +208,7 @@ class Mesh(Messages):
         ended = {descriptor for descriptor, _ in looking.poll(0)}
         for peer, link in links.items():
             if link.fileno() in ended:
-                timed_out = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT
-                raise LostRank(peer, _silence() if timed_out else "connection closed by peer")
+                raise LostRank(peer, _silence() if _has_timed_out(link) else "connection closed by peer")
             if self._is_silent(link):
                 raise LostRank(peer, _silence())
 
@@ -244,6 +243,13 @@ class Mesh(Messages):
                 continue
         with self._turn:
             self._release()
+
+
+def _has_timed_out(link: socket.socket) -> bool:
+    try:
+        return link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ETIMEDOUT
+    except OSError:  # another thread has closed it meanwhile
+        return False
 
 
 def _silence() -> str:

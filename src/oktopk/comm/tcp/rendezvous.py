@@ -56,11 +56,24 @@ class Introduction:
     """Why it cannot listen."""
     problem: str | None = None
     """Why the job must not start."""
+    mistake: str | None = None
+    """Which argument is wrong on this rank."""
     required: bool = False
     """Whether it refuses messages over connections that no secret protects."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
+
+    def with_faults(self, mistake: str | None, problem: str | None) -> Introduction:
+        """The same with a wrong argument, or with a problem, unless it has one already."""
+        if mistake is None and (problem is None or self.problem is not None):
+            return self
+        bare = replace(self, endpoint=None, obstacle=None)  # there is room for one long text
+        return (
+            replace(bare, problem=_short(str(problem)))
+            if mistake is None
+            else replace(bare, mistake=_short(mistake))
+        )
 
 
 def introduce(store: Any, name: str, world: int) -> tuple[Introduction, bytes | None, socket.socket | None]:
@@ -112,6 +125,13 @@ def parse_introductions(texts: Sequence[bytes]) -> list[Introduction]:
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise CommError(f"rank {rank} sent an unreadable introduction: {error!r}") from error
     return found
+
+
+def find_mistake(everybody: Sequence[Introduction], own: int) -> str | None:
+    """Which rank was given a wrong argument; None if none was."""
+    if (mistake := everybody[own].mistake) is not None:
+        return mistake
+    return next((f"on rank {rank}: {one.mistake}" for rank, one in enumerate(everybody) if one.mistake), None)
 
 
 def find_problem(everybody: Sequence[Introduction]) -> str | None:

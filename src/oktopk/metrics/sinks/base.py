@@ -23,7 +23,8 @@ class Sink(ABC):
     def __init__(self) -> None:
         self._closed = False
         self._switch = Switch(type(self).__name__)
-        self._lock = threading.Lock()  # a worker thread emits, the main thread closes
+        # A worker thread emits, the main thread closes; a signal may close in the very thread that emits.
+        self._lock = threading.RLock()
 
     def emit(self, event: StepEvent) -> None:
         """Record one step."""

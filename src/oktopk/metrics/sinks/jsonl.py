@@ -17,7 +17,7 @@ encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 def parses(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

@@ -120,7 +120,7 @@ class CellFolder:
         """What the cell is doing; None before it says so."""
         try:
             known = json.loads((self.path / _PROGRESS).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # not there yet
+        except (OSError, ValueError, RecursionError):  # not there yet
             return None
         return known if isinstance(known, dict) else None
 

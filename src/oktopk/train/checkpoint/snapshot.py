@@ -290,7 +290,10 @@ def redistribute_rank_state(parts: Iterable[Mapping[str, Any]], rank: int, world
         for count, part in enumerate(parts, start=1):  # noqa: B007 - used below
             names.update(dict.fromkeys(part))
             for name, buffer in part[BUFFERS].items():
-                buffers.setdefault(name, buffer)
+                first = buffers.setdefault(name, buffer)
+                if buffer.shape != first.shape:
+                    shapes = f"{tuple(first.shape)} and {tuple(buffer.shape)}"
+                    raise ValueError(f"the buffer {name} has the shapes {shapes}")
                 if buffer.is_floating_point():
                     sums[name] = sums.get(name, 0) + buffer.double()
             yield {**part[OPTIMIZER], OKTOPK: part[OKTOPK]} if OPTIMIZER in part else part[OKTOPK]

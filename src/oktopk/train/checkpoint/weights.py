@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def _read_run(run: Path) -> Mapping[str, Tensor]:
 
 def _newest(run: Path) -> Path:
     folder = run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
-    found = {int(step): one for one in folder.glob("step-*") if (step := one.name.removeprefix("step-")).isdigit()}
+    found = {int(one.name[5:]): one for one in folder.glob("step-*") if re.fullmatch("step-[0-9]{1,18}", one.name)}
     committed = [step for step, one in found.items() if (one / MANIFEST).exists()]
     if not committed:
         raise ConfigError(f"--pretrain {run}: no checkpoint found")

@@ -9,12 +9,15 @@ A data folder holds one of
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from oktopk.utils.files import open_regular
 
 from ..problems import DataError
 from .synthetic import embedded_prose
@@ -71,7 +74,8 @@ def encode_characters(text: str, name: str) -> TokenText:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            return file.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from error
     except OSError as error:
@@ -83,7 +87,7 @@ def _read_token_files(folder: Path) -> TokenText:
     vocabulary = GPT2_VOCABULARY
     if (folder / "vocab_size.txt").exists():
         written = _read(folder / "vocab_size.txt").strip()
-        if not written.isdecimal() or not 2 <= int(written) <= 2**16:
+        if not re.fullmatch("[0-9]{1,6}", written) or not 2 <= int(written) <= 2**16:
             raise DataError(
                 f"{folder / 'vocab_size.txt'}: expected a number from 2 to 65536, found {written[:40]!r}"
             )
@@ -99,7 +103,8 @@ def _read_token_files(folder: Path) -> TokenText:
 
 def _read_numbers(path: Path) -> Tensor:
     try:
-        numbers = np.fromfile(path, dtype="<u2")
+        with open_regular(path) as file:
+            numbers = np.fromfile(file, dtype="<u2")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not numbers.size:
