@@ -17,7 +17,7 @@ demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machi
 
 test quick seeds: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 quick: $(INSTALLED) ## laws, contracts and units only, with fewer examples of each property
 	$(BIN)/python -m pytest -m quick -n 2 --dist worksteal --hypothesis-profile quick $(ARGS)

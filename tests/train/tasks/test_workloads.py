@@ -37,8 +37,8 @@ WORLD = {
 """Ranks for each workload: several for the small ones."""
 BATCH = {"lstm": 10, "bert-base": 1}
 """Where another one than 2 takes less time."""
-STEPS = {"lstm": (2, 4), "bert-base": (2, 4), "alexnet": (2, 4)}
-STEPS |= dict.fromkeys(("vgg16", "resnet110", "resnet50"), (3, 7))
+STEPS = {"lstm": (1, 2), "bert-base": (1, 1), "alexnet": (1, 2)}
+STEPS |= dict.fromkeys(("vgg16", "resnet110", "resnet50"), (2, 4))
 """Dense and sparse ones, where a step takes seconds; 5 and 15 elsewhere."""
 LR = {"bert-base": 1e-4, "bert-tiny": 1e-4, "gpt": 1e-3, "gpt-small": 1e-3}
 
