@@ -194,8 +194,8 @@ class SparseCommunicator:
     def _digest(self, messages: Sequence[Tensor]) -> None:
         """Take messages that all ranks have received into the digest.
 
-        All of their bytes: another message with the same checksum is easy to make. If one of two ranks lies, there are
-        no two honest ones that could differ: then checksums suffice, for defects.
+        All of their bytes: another message with the same checksum is easy to make. If one of two ranks lies, there
+        are no two honest ones that could differ: then checksums suffice, for defects.
         """
         with self.stopwatch.stage("decode"):
             for message in messages:
