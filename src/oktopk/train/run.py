@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD, Optimizer
 
 from oktopk import DistributedOptimizer, LocalOptimizer
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
@@ -85,7 +86,7 @@ def _fit(
     checkpoints = Checkpoints(folder.checkpoints, identity, config.keep)
     if plan.sparse_steps:
         _compile_kernels(config, next(task.model.parameters()).device, comm.rank == 0)
-    with _make_optimizer(config, task.model, comm) as optimizer:
+    with _make_optimizer(config, build_optimizer(config, task.model), task.model, comm) as optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
         if resume:
@@ -170,8 +171,8 @@ def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resum
             raise
 
 
-def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> AnyOptimizer:
-    inner, settings = build_optimizer(config, model), _make_settings(config)
+def _make_optimizer(config: TrainConfig, inner: Optimizer, model: nn.Module, comm: Communicator) -> AnyOptimizer:
+    settings = _make_settings(config)
     if config.average == UPDATES:
         every = config.average_state_every
         return LocalOptimizer(inner, model=model, comm=comm, average_state_every=every, **settings)
@@ -199,7 +200,7 @@ def _compile_kernels(config: TrainConfig, device: torch.device, is_rank0: bool) 
         log.info("%s", COMPILING)
     names = (
         *("compressor", "density", "values", "tau", "tau_prime", "fusion_entries", "norm_clip"),
-        *("dnn", "momentum", "momentum_correction", "weight_decay", "average"),
+        *("momentum", "momentum_correction", "average"),
     )
     sparse = TrainConfig(**{name: getattr(config, name) for name in names}, warmup_steps=0)
     _rehearse_once(sparse, device)
@@ -207,7 +208,8 @@ def _compile_kernels(config: TrainConfig, device: torch.device, is_rank0: bool) 
 
 @cache
 def _rehearse_once(config: TrainConfig, device: torch.device) -> None:
-    rehearse(lambda model, comm: _make_optimizer(config, model, comm), device)
+    """Kernels do not depend on the optimizer, so that any will do."""
+    rehearse(lambda model, comm: _make_optimizer(config, SGD(model.parameters(), 0.01), model, comm), device)
 
 
 def _make_algorithm(config: TrainConfig) -> Algorithm:
