@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
 from ..algorithms import Algorithm, find_algorithm
-from ..wire.message import VALUE_CODES
+from ..utils.names import hint
+from ..wire.codecs import ValueCodec, describe_values, find_values
 
 
 class Options(TypedDict, total=False):
     """Settings beyond the main ones, which every front end takes as keywords; see Settings."""
 
     ramp_steps: int
-    values: str
+    values: str | ValueCodec
     momentum: float
     dense: Sequence[str]
     dense_below: int
@@ -34,8 +34,8 @@ class Settings:
         density: share of entries that each rank sends in a sparse step, in (0, 1].
         warmup_steps: number of dense steps before the sparse phase.
         ramp_steps: number of sparse steps over which the density falls from 25 % to `density`.
-        values: format of values on the wire: fp32, bf16, fp16 or e4m3 (8 bits). The rounding error stays in the
-            residual.
+        values: format of values on the wire: fp32, bf16, fp16, e4m3 (8 bits), that of a plug-in, or a ValueCodec.
+            The rounding error stays in the residual.
         momentum: factor of momentum correction with factor masking, as in Deep Gradient Compression; 0 is off. The
             optimizer must then have no momentum of its own.
         norm_clip: scale this rank's gradient down to this norm before it is compressed; None is off. The norm is
@@ -58,7 +58,7 @@ class Settings:
     density: float = 0.01
     warmup_steps: int = 128
     ramp_steps: int = 0
-    values: str = "fp32"
+    values: str | ValueCodec = "fp32"
     momentum: float = 0.0
     norm_clip: float | None = None
     dense: tuple[str, ...] = ()
@@ -94,12 +94,11 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if self.values not in VALUE_CODES:
-            raise ValueError(f"unknown value format {self.values!r}: choose one of {', '.join(VALUE_CODES)}")
+        find_values(self.values)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
         if self.norm_clip is not None and not self.norm_clip > 0:
-            raise ValueError(f"norm_clip must be positive or None, got {self.norm_clip!r}")
+            raise ValueError(f"norm_clip must be above 0, got {self.norm_clip!r}; leave it out for no clipping")
 
     def always_dense(self, name: str, size: int) -> bool:
         """Whether a parameter is never compressed."""
@@ -107,12 +106,12 @@ class Settings:
 
     def terms(self) -> dict[str, object]:
         """What ranks must agree on."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {"values": describe_values(self.values)}
 
 
 def _hint(name: str, fields: list[str]) -> str:
     known = [*fields, "buckets", "grad_scaler", "sinks", "timeout", "trainer"]
     if name == "compressor":
         return "it is called 'algorithm' here"
-    close = get_close_matches(name, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+    return hint(name, known)
