@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, TypedDict
 
 from ..algorithms import Algorithm, find_algorithm
@@ -76,7 +77,7 @@ class Settings:
         """The settings that a front end was given as keywords."""
         chosen: dict[str, Any] = dict(options)
         patterns = chosen.pop("dense", ())
-        if isinstance(patterns, str):
+        if not isinstance(patterns, Iterable) or isinstance(patterns, str):
             raise ValueError(f"dense must be a list of patterns such as ['*.bias'], got {patterns!r}")
         for name in sorted(set(chosen) - set(Options.__annotations__)):
             raise TypeError(f"unknown option {name!r}: {_hint(name, list(cls.__dataclass_fields__))}")
@@ -86,8 +87,7 @@ class Settings:
         )  # fmt: skip
 
     def __post_init__(self) -> None:
-        number = isinstance(self.density, (int, float)) and not isinstance(self.density, bool)
-        if not number or not 0 < self.density <= 1:
+        if not _is_number(self.density) or not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], got {self.density!r}")
         least_of = dict.fromkeys(("warmup_steps", "ramp_steps", "dense_below", "fusion_entries"), 0)
         for name, least in {**least_of, "max_skipped": 1, "ranks_per_host": 1}.items():
@@ -95,10 +95,12 @@ class Settings:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         find_values(self.values)
-        if not 0 <= self.momentum < 1:
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
-        if self.norm_clip is not None and not self.norm_clip > 0:
+        if self.norm_clip is not None and not (_is_number(self.norm_clip) and self.norm_clip > 0):
             raise ValueError(f"norm_clip must be above 0, got {self.norm_clip!r}; leave it out for no clipping")
+        if not isinstance(self.auto, bool):
+            raise ValueError(f"auto must be True or False, got {self.auto!r}")
 
     def always_dense(self, name: str, size: int) -> bool:
         """Whether a parameter is never compressed."""
@@ -108,6 +110,10 @@ class Settings:
         """What ranks must agree on."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return fields | {"values": describe_values(self.values)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _hint(name: str, fields: list[str]) -> str:

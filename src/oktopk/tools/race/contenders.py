@@ -2,29 +2,30 @@
 
     ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
 
-A new front end is a new kind: an entry of KINDS here, and of `attach.ATTACH`.
+A new front end is a new kind: an entry of TORCH here, and of `attach.ATTACH`.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
 from typing import Any, cast
 
 from oktopk.algorithms import ALGORITHMS, Algorithm
 from oktopk.engine.settings import Options, Settings
 from oktopk.frontends.ddp import OkTopkState
 from oktopk.tools.hooks import BF16, DDP, FP16, HOOKS, POWERSGD
-from oktopk.wire.message import VALUE_CODES
+from oktopk.utils.names import hint
+from oktopk.utils.registry import PluginError
+from oktopk.wire.codecs import VALUE_CODES
 
 from .spec import RaceError
 
 ACCUMULATE, OURS = "accumulate", "ours"
-KINDS = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, *ALGORITHMS)
-"""What the name of a contender begins with."""
+TORCH = (DDP, FP16, BF16, POWERSGD, ACCUMULATE)
+"""What the name of a contender begins with, unless it is one of our algorithms."""
 _LR, _START, _BUCKETS, _PATTERNS = "lr", "start", "buckets", "dense"
 _DEFAULTS = {
     name: parameter.default
@@ -77,8 +78,11 @@ def parse_contender(text: str) -> Contender:
     'fp16'
     """
     head, *words = text.strip().split(":")
-    if head not in KINDS:
-        raise RaceError(f"unknown contender {head!r}: {_hint(head, KINDS)}")
+    if head not in TORCH and head not in ALGORITHMS:
+        problem = ALGORITHMS.problem(head)
+        if isinstance(problem, PluginError):
+            raise RaceError(str(problem)) from problem
+        raise RaceError(f"unknown contender {head!r}: {hint(head, [*TORCH, *ALGORITHMS.names()])}")
     counts = [word for word in words if "=" not in word]
     given = dict(_setting(text, word, _known_keys(head)) for word in words if "=" in word)
     lr = _positive(text, _LR, given.pop(_LR, 1.0))
@@ -102,6 +106,10 @@ def parse_contender(text: str) -> Contender:
 
 def _parse_ours(text: str, algorithm: Algorithm, lr: float, given: dict[str, Any]) -> Contender:
     own = {name: given.pop(name) for name in _constants(algorithm) if name in given}
+    for name, value in own.items():
+        default = getattr(algorithm, name)
+        if isinstance(default, (int, float)) and not _is_like(value, default):
+            raise RaceError(f"{text}: {name} must be a number like {default}, got {value!r}")
     if isinstance(given.get(_PATTERNS), str):
         given[_PATTERNS] = given[_PATTERNS].split("+")
     warmup = given.pop("warmup_steps", _DEFAULTS["warmup_steps"])
@@ -109,7 +117,7 @@ def _parse_ours(text: str, algorithm: Algorithm, lr: float, given: dict[str, Any
         algorithm = replace(algorithm, **own)
         contender = Contender(text, OURS, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
         assert contender.settings is not None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, PluginError) as error:
         raise RaceError(f"{text}: {error}") from error
     return contender
 
@@ -117,6 +125,11 @@ def _parse_ours(text: str, algorithm: Algorithm, lr: float, given: dict[str, Any
 def _constants(algorithm: Algorithm) -> list[str]:
     """The fields of the algorithm itself, such as tau."""
     return [item.name for item in fields(algorithm) if item.init] if is_dataclass(algorithm) else []
+
+
+def _is_like(value: object, default: float) -> bool:
+    kind = int if isinstance(default, int) else (int, float)
+    return isinstance(value, kind) and isinstance(value, bool) == isinstance(default, bool)
 
 
 def _known_keys(head: str) -> list[str]:
@@ -129,16 +142,11 @@ def _known_keys(head: str) -> list[str]:
 def _setting(text: str, word: str, known: list[str]) -> tuple[str, Any]:
     key, _, value = word.partition("=")
     if key not in known:
-        raise RaceError(f"{text}: unknown setting {key!r}: {_hint(key, known)}")
+        raise RaceError(f"{text}: unknown setting {key!r}: {hint(key, known)}")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return key, value
-
-
-def _hint(word: str, known: Sequence[str]) -> str:
-    close = get_close_matches(word, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
 
 
 def _positive(text: str, name: str, value: Any) -> float:

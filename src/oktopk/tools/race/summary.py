@@ -87,7 +87,7 @@ def _trial(cell: Finished, link: str, how: str, phases: Mapping[str, PhaseMean],
         ended, metric = str(result["ended"]), str(result["metric"])
         steps, parameters = int(result["steps"]), int(result["parameters"])
     except (LookupError, TypeError, ValueError) as error:
-        raise RaceError(f"the result of {cell.spec.cell} cannot be read ({error!r}): remove its folder") from error
+        raise RaceError(f"the result of {cell.spec.cell} is incomplete or damaged: remove its folder") from error
     return Trial(
         spec.contender, link, spec.seed, how, ended, steps, seconds, sent, phases, curve, parameters, metric
     )
