@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import _command as _command  # first: what follows takes seconds
 from .algorithms import ALGORITHMS, Algorithm
 from .collective import Info, sparse_allreduce
@@ -15,12 +17,21 @@ from .frontends.local import LocalOptimizer
 from .frontends.optimizer import DistributedOptimizer
 from .frontends.wrapped import redistribute
 from .metrics.events import MetricsSink, ReductionEvent, StepEvent
+from .metrics.sinks import SINKS
+from .utils.registry import PluginError
+from .wire.codecs import VALUE_CODES as VALUES
+from .wire.codecs import ValueCodec
 from .wire.sparse_vector import SparseVector
+
+if TYPE_CHECKING:
+    from .tools.frames import load_run, load_sweep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALGORITHMS",
+    "SINKS",
+    "VALUES",
     "Aborted",
     "Algorithm",
     "AllReducer",
@@ -37,15 +48,28 @@ __all__ = [
     "NonFiniteError",
     "OkTopkError",
     "OkTopkState",
+    "PluginError",
     "ReductionEvent",
     "Settings",
     "SparseVector",
     "StepEvent",
     "Traffic",
+    "ValueCodec",
     "WireError",
     "broadcast_tensors",
+    "load_run",
+    "load_sweep",
     "oktopk_hook",
     "redistribute",
     "run_threads",
     "sparse_allreduce",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what reads runs only when it is asked for."""
+    if name in ("load_run", "load_sweep"):
+        from .tools import frames
+
+        return getattr(frames, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

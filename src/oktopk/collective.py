@@ -19,7 +19,8 @@ from .algorithms.selection import target_count
 from .comm import Communicator, Metered, Operation, Traffic, agree, default_communicator, post_digest
 from .errors import CommError, add_step_to_errors
 from .feedback.accumulator import Accumulator, narrow
-from .wire.message import VALUE_CODES
+from .utils.registry import PluginError
+from .wire.codecs import ValueCodec, describe_values, find_values
 from .wire.sparse_comm import SparseCommunicator
 
 _given_up: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -78,7 +79,7 @@ def sparse_allreduce(
     residual: Tensor | None = None,
     comm: Communicator | None = None,
     *,
-    values: str = "fp32",
+    values: str | ValueCodec = "fp32",
     indices: str = "coded",
     out: Tensor | None = None,
     state: Any = None,
@@ -98,8 +99,8 @@ def sparse_allreduce(
             tensor before the selection and updated in place to keep what was not sent. Without it, unsent entries
             are lost.
         comm: Communicator; by default that of torch.distributed or, if it is not initialised, this process alone.
-        values: Format of values on the wire: fp32, bf16, fp16 or e4m3 (8 bits). Rounding errors stay in the
-            residual.
+        values: Format of values on the wire: fp32, bf16, fp16, e4m3 (8 bits), that of a plug-in, or a ValueCodec.
+            Rounding errors stay in the residual.
         indices: Format of indices on the wire: coded (about one byte each), or raw (four bytes each, as the
             literature counts).
         out: Tensor for the result, of the tensor's dtype and shape; may be the tensor itself.
@@ -185,7 +186,7 @@ def _sparse_allreduce(
         "dtype": dtype,
         "density": density,
         "algorithm": repr(algorithm),
-        "values": values,
+        "values": values if problem else describe_values(values),
         "indices": indices,
         "residual": "none" if residual is None else "given",
         "state": getattr(state, "shared", type(state).__name__),
@@ -201,7 +202,7 @@ def _sparse_allreduce(
     acc = Accumulator([work], [] if residual is None else [residual.view(-1)])
     k = target_count(acc.size, density)
     channel = SparseCommunicator(
-        meter, acc.size, step=step, values=VALUE_CODES[values], raw_indices=indices == "raw", device=acc.device
+        meter, acc.size, step=step, values=find_values(values), raw_indices=indices == "raw", device=acc.device
     )
 
     def confirm(reduction: Reduction) -> None:
@@ -262,11 +263,13 @@ def _tensor_problem(tensor: Tensor) -> str | None:
     return None
 
 
-def _setting_problem(density: float, values: str, indices: str, step: int) -> str | None:
+def _setting_problem(density: float, values: str | ValueCodec, indices: str, step: int) -> str | None:
     if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
         return f"density must be in (0, 1], got {density!r}"
-    if not isinstance(values, str) or values not in VALUE_CODES:
-        return f"unknown value format {values!r}: choose one of {', '.join(VALUE_CODES)}"
+    try:
+        find_values(values)
+    except (ValueError, PluginError) as error:
+        return str(error)
     if indices not in ("coded", "raw"):
         return f"unknown index format {indices!r}: choose coded or raw"
     if not isinstance(step, int) or step < 0:
@@ -277,7 +280,7 @@ def _setting_problem(density: float, values: str, indices: str, step: int) -> st
 def _algorithm_problem(algorithm: str | Algorithm, state: object, tensor: Tensor) -> str | None:
     try:
         chosen = find_algorithm(algorithm)
-    except ValueError as error:
+    except (ValueError, PluginError) as error:
         return str(error)
     return None if state is None else chosen.state_problem(state, tensor.numel())
 

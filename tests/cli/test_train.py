@@ -146,14 +146,14 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--lr", "fast"), "lr must be of type float, got 'fast' (command line)"),
-        (("--density", "2"), "density must be a number above 0 up to 1, got '2' (command line)"),
-        (("--compression", "perhaps"), "compression must be True or False, got 'perhaps' (command line)"),
+        (("--lr", "fast"), "--lr must be a number above 0, got 'fast'"),
+        (("--density", "2"), "--density must be a number above 0 up to 1, got '2'"),
+        (("--compression", "perhaps"), "--compression must be True or False, got 'perhaps'"),
         (("--dnn", "lstm", "--dataset", "an4"), "lstm trains on ptb, not on 'an4': remove --dataset"),
         (("--config", "absent.toml"), "config absent.toml: No such file or directory"),
         (("--nworkers", "2"), "--nworkers is 2, but there is 1 rank (alone): "),
         (("--nworkers", "2", "--ranks", "3"), "--nworkers is 2, but there are 3 ranks (--ranks 3): "),
-        (("--nwpernode", "²"), "nwpernode must be of type int, got '²' (command line)"),
+        (("--nwpernode", "²"), "--nwpernode must be a whole number from 1 on, got '²'"),
         (("--override",), "--override needs --resume"),
         (("--resume",), "--resume needs a folder: pass --resume RUN, or --out RUN --resume"),
         (("--resume", "runs/absent"), "--resume runs/absent: no run found (no config.toml)"),
@@ -273,7 +273,8 @@ def test_item_20_a_rank_does_not_start_ranks(started: list[Any], monkeypatch: py
 
 def test_figures_for_programs(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--json"]) == 130
-    assert json.loads(capsys.readouterr().out) == {"folder": "runs/x", "steps": 5}
+    schema = {"name": "oktopk.train", "version": 1}
+    assert json.loads(capsys.readouterr().out) == {"schema": schema, "folder": "runs/x", "steps": 5}
 
 
 def test_a_resumed_run_is_what_it_was_and_the_command_line_counts_more(started: list[Any]) -> None:
@@ -304,14 +305,14 @@ def test_a_resumed_run_with_other_options_is_refused_and_told_which(
         said = capsys.readouterr().err
         assert said == (
             "oktopk train: error: --resume run: other options than the run has: "
-            "seed is 0 in the run, 7 now (environment OKTOPK_SEED); "
-            "batch_size is 20 in the run, 3 now (config other.toml); "
-            "clip is 0.25 in the run, 3.0 now (command line). "
+            "--seed is 0 in the run, 7 now (environment OKTOPK_SEED); "
+            "--batch-size is 20 in the run, 3 now (config other.toml); "
+            "--clip is 0.25 in the run, 3.0 now (command line). "
             "Remove them, or continue with them: --override\n"
         )
     assert started == []
     assert main(["train", "--resume", "run", *same, "--clip", "3", "--override"]) == 130
-    assert "run continues with other options: seed is 0 in the run, 7 now" in capsys.readouterr().out
+    assert "run continues with other options: --seed is 0 in the run, 7 now" in capsys.readouterr().out
 
 
 def test_length_output_and_ranks_of_a_resumed_run_may_differ(started: list[Any]) -> None:
@@ -319,7 +320,7 @@ def test_length_output_and_ranks_of_a_resumed_run_may_differ(started: list[Any])
     Path("run/config.toml").write_text(to_toml(resolve({"out": "elsewhere", "ranks": "4", "clip": "3"}, {})))
     values = {"max_epochs": 7, "max_steps": 9, "val_every": 2, "pseudo_accuracy": True, "max_skipped": 3}
     values |= {"sigma_scale": 2.5, "nworkers": 1, "nwpernode": 1, "ranks": 1, "ranks_per_host": 1, "timeout": 9.0}
-    values |= {"save_every": 7, "keep": 9}
+    values |= {"save_every": 7, "keep": 9, "sinks": "csv"}
     assert {*values, "out"} == set(MAY_DIFFER)
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     assert main(["train", "--resume", "run", *words]) == 3  # from the ranks that it starts

@@ -17,8 +17,9 @@ from oktopk.algorithms import OkTopk
 from oktopk.algorithms.base import equal_regions
 from oktopk.algorithms.regions import balanced_regions, overlap
 from oktopk.comm import Operation, Pending
+from oktopk.testing.gradients import heavy_tailed
+from oktopk.testing.laws import WORLDS, assert_laws, bits, run
 from oktopk.wire.sparse_vector import SparseVector
-from tests.support.laws import WORLDS, assert_laws, bits, heavy_tailed, run
 
 SIZE = 1009
 SPARSE = [name for name in oktopk.ALGORITHMS if name != "dense"]

@@ -21,8 +21,9 @@ from torch import Tensor
 import oktopk
 from oktopk.algorithms import OkTopk
 from oktopk.comm import Traffic, total
+from oktopk.testing.gradients import heavy_tailed
+from oktopk.testing.laws import Outcome, Steps, assert_laws, run
 from oktopk.wire.message import HEADER_BYTES
-from tests.support.laws import Outcome, Steps, assert_laws, heavy_tailed, run
 
 SIZE, DENSITY = 20_011, 0.02
 K = int(SIZE * DENSITY)

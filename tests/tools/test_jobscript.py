@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def submitted(text: str, folder: Path, **environment: str) -> list[str]:
     for name in LAUNCHERS.values():
         (folder / name).write_text('#!/bin/bash\nprintf "%s\\0" "${0##*/}" "OMP=$OMP_NUM_THREADS" "$@"\n')
         (folder / name).chmod(0o755)
-    env = {"PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "venv": "", **environment}  # that of the tests has an mpiexec
     done = subprocess.run(["bash", path], env=env, cwd=folder, check=True, capture_output=True, text=True)
     assert done.stderr == ""
     return done.stdout.split("\0")[:-1]
@@ -53,7 +54,8 @@ def test_the_script_runs_what_was_asked_for(
     assert words[:2] == [LAUNCHERS[scheduler], "OMP=4"]
     assert words[3] == "6"
     options = train_options(words)
-    expected = {"dnn": "lstman4", "data_dir": "my audio's data", "lr": "0.05", "compressor": "oktopk"}
+    data = str(Path("my audio's data").absolute())  # the job may start elsewhere
+    expected = {"dnn": "lstman4", "data_dir": data, "lr": "0.05", "compressor": "oktopk"}
     expected |= {"density": "0.01", "seed": "0", "batch_size": "2", "max_epochs": "161", "nworkers": "6"}
     expected |= {"warmup_steps": "64", "auto": "True", "resume": "auto"}
     assert {name: options[name] for name in expected} == expected
@@ -186,3 +188,50 @@ def test_a_script_that_somebody_has_changed_stays(tmp_path: Path, capsys: pytest
 def test_an_unknown_scheduler() -> None:
     with pytest.raises(JobError, match="one of slurm, pbs, got 'lsf'"):
         Job("lsf", {})
+
+
+@pytest.mark.parametrize("scheduler", LAUNCHERS)
+def test_the_job_finds_the_modules_and_the_environment(
+    scheduler: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Modules first, because they may change the path, then the environment that the command runs in."""
+    venv = tmp_path / "it's a venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "activate").write_text('echo "activated ${VENV_MARK-}"\n')
+    words = ("--scheduler", scheduler, "--module", "gcc/12.2", "--module", "openmpi", "--venv", venv)
+    text = script(capsys, *words).replace("set -u\n", "set -u; VENV_MARK=1\n")
+    (tmp_path / "module").write_text('#!/bin/bash\necho "module $*"\n')
+    (tmp_path / "module").chmod(0o755)
+    first, rest = submitted(text, tmp_path, venv=str(venv))[0].split(LAUNCHERS[scheduler])
+    assert (first.splitlines(), rest) == (["module load gcc/12.2 openmpi", "activated 1"], "")
+    assert submitted(text, tmp_path)[0].splitlines()[1:] == [LAUNCHERS[scheduler]]  # with an empty $venv
+
+
+def test_the_environment_of_the_command_is_the_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.prefix", "/opt/mine")
+    assert 'venv="${venv-/opt/mine}"\n' in script(capsys, "--scheduler", "slurm")
+    assert "venv" not in script(capsys, "--scheduler", "slurm", "--venv", "none")
+    monkeypatch.setattr("sys.prefix", sys.base_prefix)
+    assert "venv" not in script(capsys, "--scheduler", "slurm")
+    assert "module" not in script(capsys, "--scheduler", "slurm")
+
+
+def test_the_job_imports_what_the_command_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OKTOPK_IMPORT", "")
+    text = script(capsys, "--scheduler", "slurm", "--import", "json", "--import=colorsys,csv")
+    assert 'export OKTOPK_IMPORT="${OKTOPK_IMPORT:-json,colorsys,csv}"\n' in text
+    assert "--import" not in submitted(text, tmp_path)
+
+
+def test_paths_of_data_do_not_depend_on_where_the_job_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = script(capsys, "--scheduler", "pbs", "--data-dir", "audio", "--pretrain", "../weights.pt")
+    options = train_options(submitted(text, tmp_path))
+    assert options["data_dir"] == str(tmp_path / "audio")
+    assert options["pretrain"] == str(tmp_path / ".." / "weights.pt")

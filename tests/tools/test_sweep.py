@@ -197,15 +197,33 @@ def test_the_files(tmp_path: Path, command: list[str]) -> None:
     assert [row["run"] for row in rows] == [row["run"] for row in content["runs"]]
     assert rows[1]["val loss"] == "2.0"
     assert rows[-1]["status"] == NOT_BEGUN
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["sweep.csv", "sweep.json"]
+    names = ["sweep.csv", "sweep.json", "sweep_means.csv"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == names
+
+
+def test_the_means_over_seeds_are_a_table_too(tmp_path: Path, command: list[str]) -> None:
+    content = known(tmp_path, command)
+    sweep.write(tmp_path / "new", content)
+    with open(tmp_path / "new" / "sweep_means.csv", newline="") as file:
+        dense, oktopk = csv.DictReader(file)
+    assert (dense["algorithm"], dense["density"], dense["phase"], dense["seeds"]) == ("dense", "", "dense", "3")
+    assert (oktopk["algorithm"], oktopk["density"], oktopk["phase"], oktopk["seeds"]) == (
+        *("oktopk", "0.01", "sparse", "3"),
+    )
+    for row, group in zip((dense, oktopk), content["over_seeds"], strict=True):
+        assert float(row["val loss mean"]) == group["figures"]["val loss"]["mean"] == 3.0
+        assert float(row["val loss std"]) == 1.0
+        assert float(row["step_ms mean"]) == 250.0
+    runs = [row for row in content["runs"] if row["algorithm"] == "oktopk"]
+    assert float(oktopk["sent_bytes mean"]) == statistics.fmean(row["sent_bytes"] for row in runs)
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--algorithms", "zip"], "compressor must be one of dense"),
-        (["--densities", "0.01,2"], "density must be a number above 0 up to 1, got '2'"),
-        (["--seeds", ","], "pass at least one seed"),
+        (["--algorithms", "zip"], "--algorithms must be one of dense"),
+        (["--densities", "0.01,2"], "--densities must be a number above 0 up to 1, got '2'"),
+        (["--seeds", ","], "--seeds needs at least one value"),
         (["--", "--seed", "3"], "--seed after --: the sweep sets it"),
         (["--", "--resume"], "--resume after --: the sweep sets it"),
         (["--", "--override"], "--override after --: the sweep sets it"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from oktopk.train.models.gpt import GPT, GPT2, GPT_SMALL, GPTModel, Size
 from oktopk.train.models.imagenet import alexnet, resnet50
 from oktopk.train.models.lstman4 import Lookahead, SpeechLSTM, Widths, lstman4, lstman4_small
 from oktopk.train.models.ptb import lstm, lstm_small
+from oktopk.utils.extras import install_command
 
 
 def _gpt(size: Size, tokens: int, vocabulary: int | None = None) -> GPTModel:
@@ -345,7 +347,7 @@ def test_bert_without_transformers_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, factory: Callable[[], nn.Module]
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="pip install transformers"):
+    with pytest.raises(ImportError, match=re.escape(install_command("train"))):
         factory()
 
 

@@ -1,6 +1,7 @@
 """The algorithms. ALGORITHMS has their classes by the name that `algorithm=` takes.
 
 The fields of a class are its hyper-parameters; an instance with other values can be passed instead of a name.
+Plug-ins add to it by an entry point of the group `oktopk.algorithms`, or by assignment (docs/plugins.md).
 
 Example:
     >>> import oktopk
@@ -12,37 +13,53 @@ Example:
 
 from __future__ import annotations
 
-from .base import Algorithm, Reduction
+import inspect
+from typing import Any
+
+from ..utils.registry import Registry
+from .base import Algorithm, Reduction, skip
 from .dense import Dense
 from .gaussiank import Gaussiank
 from .gtopk import GTopk
 from .oktopk import OkTopk
-from .topka import TopkA
+from .selection import Chosen, select_exact
+from .topka import TopkA, gather_all
 from .topkdsa import TopkDSA
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    "dense": Dense,
-    "topka": TopkA,
-    "topkdsa": TopkDSA,
-    "gtopk": GTopk,
-    "gaussiank": Gaussiank,
-    "oktopk": OkTopk,
-}
+
+def _accept(name: str, thing: Any) -> type[Algorithm]:
+    if not isinstance(thing, type) or not issubclass(thing, Algorithm) or inspect.isabstract(thing):
+        raise TypeError(f"expected a subclass of oktopk.Algorithm that implements reduce(), got {thing!r}")
+    if getattr(thing, "name", None) != name:
+        raise ValueError(f"{thing.__name__}.name must be {name!r}, as metrics show it")
+    return thing
+
+
+ALGORITHMS: Registry[type[Algorithm]] = Registry(
+    "algorithm",
+    "oktopk.algorithms",
+    _accept,
+    {
+        "dense": Dense,
+        "topka": TopkA,
+        "topkdsa": TopkDSA,
+        "gtopk": GTopk,
+        "gaussiank": Gaussiank,
+        "oktopk": OkTopk,
+    },
+)
 """Every algorithm by name."""
 
 
 def find_algorithm(algorithm: str | Algorithm) -> Algorithm:
     """Return the algorithm of that name with default settings, or the given instance."""
-    if isinstance(algorithm, Algorithm):
-        return algorithm
-    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[algorithm]()
+    return algorithm if isinstance(algorithm, Algorithm) else ALGORITHMS.find(algorithm)()
 
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "Chosen",
     "Dense",
     "GTopk",
     "Gaussiank",
@@ -51,4 +68,7 @@ __all__ = [
     "TopkA",
     "TopkDSA",
     "find_algorithm",
+    "gather_all",
+    "select_exact",
+    "skip",
 ]

@@ -10,6 +10,9 @@ from importlib import import_module
 
 from oktopk import __version__
 from oktopk.utils.extras import how_to_install
+from oktopk.utils.registry import IMPORT, import_modules
+
+from .parser import Parser, add_current_folder, add_import, find_imports
 
 COMMANDS = {
     "train": "train a model and record what happened",
@@ -27,20 +30,19 @@ requested command is imported, because the others may need packages that are not
 """
 
 
-def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+def make_parser(words: Sequence[str]) -> Parser:
+    top = Parser(
         prog="oktopk",
         description="Sparse gradient all-reduce with error feedback for PyTorch: train with it, and measure it.",
     )
     top.add_argument("--version", action="version", version=f"oktopk {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        own = commands.add_parser(
-            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        own = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name in words[:1]:
             command = import_module(f".commands.{name}", __package__)
             own.description = command.__doc__
+            add_import(own)
             command.add_arguments(own)
             own.set_defaults(run=command.run)
     return top
@@ -48,6 +50,12 @@ def make_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = replace_underscores(sys.argv[1:] if argv is None else argv)
+    if not words:
+        make_parser(words).print_help()
+        return 0
+    if problem := _import_plugins(words):
+        print(f"oktopk {words[0]}: error: {problem}", file=sys.stderr)
+        return 2
     try:
         options = make_parser(words).parse_args(words)
         options.words = words
@@ -61,6 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _import_plugins(words: Sequence[str]) -> str | None:
+    """Import what --import and the environment name, before the command looks for names; returns what fails."""
+    wanted = find_imports(words)
+    if wanted or IMPORT in os.environ:
+        add_current_folder()
+    try:
+        import_modules(wanted)
+    except ImportError as error:
+        return f"{'--import' if error.name in wanted else IMPORT} {error}"
+    return None
 
 
 def replace_underscores(words: Sequence[str]) -> list[str]:

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from oktopk.tools.model_step import OPTIMIZERS
-from oktopk.train.config.options import OPTIONS, ConfigError, switch
+from oktopk.train.config.kinds import switch
+from oktopk.train.config.options import OPTIONS, ConfigError, describe
 from oktopk.train.config.origins import shipped_configs
 
 from .parsing import parse_seconds
@@ -34,7 +35,7 @@ def add_option(group: argparse._ArgumentGroup, name: str, more: str = "", defaul
         dest=name,
         default=argparse.SUPPRESS,
         metavar=_METAVARS[parse.__name__],
-        help=item.metadata["help"] + more + ("" if shown is None else f" (default: {shown})"),
+        help=describe(name) + more + ("" if shown is None else f" (default: {shown})"),
         **alone,
     )
 

@@ -21,6 +21,30 @@ def split_list(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
+def parse_whole(text: str) -> int:
+    """Parse a whole number; an argparse type.
+
+    >>> parse_whole("16")
+    16
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def parse_number(text: str) -> float:
+    """Parse a number; an argparse type.
+
+    >>> parse_number("0.5")
+    0.5
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
 def parse_count(text: str) -> int:
     """Parse a large number with an optional unit; an argparse type.
 

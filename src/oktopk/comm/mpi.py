@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import CommError, CommTimeout
 from ..metrics.traffic import Operation
+from ..utils.extras import install_command
 from ..utils.timeouts import TIMEOUTS, seconds_until
 from .base import Communicator
 from .messages import trim
@@ -118,7 +119,7 @@ class MPICommunicator(Communicator):
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise CommError("MPI needs mpi4py and an MPI library: pip install 'oktopk[mpi]'") from error
+            raise CommError(f"MPI needs mpi4py and an MPI library: {install_command('mpi')}") from error
         base = MPI.COMM_WORLD if comm is None else comm
         super().__init__(base.Get_rank(), base.Get_size(), timeout)
         self._mpi = MPI

@@ -21,7 +21,7 @@ from ..feedback.momentum import MomentumStore
 from ..feedback.residuals import ResidualStore
 from ..kernels import backend
 from ..metrics.events import DENSE, SPARSE, ReductionEvent, Volume
-from ..wire.message import VALUE_CODES
+from ..wire.codecs import find_values
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed, SentEntries
@@ -85,7 +85,7 @@ class BucketReducer:
         members = [self._member(one) for one in handed]
         acc = Accumulator([member.work for member in members], [member.residual for member in members])
         comm = SparseCommunicator(
-            self.meter, group.size, step=step, bucket=group.index, values=VALUE_CODES[self.settings.values],
+            self.meter, group.size, step=step, bucket=group.index, values=find_values(self.settings.values),
             device=acc.device, stopwatch=recorder.watch, blocked_before=self.blocked,
         )  # fmt: skip
         k = target_count(group.compressible, density)

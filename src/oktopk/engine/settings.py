@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, TypedDict
 
 from ..algorithms import Algorithm, find_algorithm
-from ..wire.message import VALUE_CODES
+from ..utils.names import hint
+from ..wire.codecs import ValueCodec, describe_values, find_values
 
 GRADIENTS, UPDATES = "gradients", "updates"
 """What ranks average: gradients, or what each rank's optimizer would add to the parameters."""
@@ -19,7 +20,7 @@ class Options(TypedDict, total=False):
     """Settings beyond the main ones, which every front end takes as keywords; see Settings."""
 
     ramp_steps: int
-    values: str
+    values: str | ValueCodec
     momentum: float
     dense: Sequence[str]
     dense_below: int
@@ -37,8 +38,8 @@ class Settings:
         density: share of entries that each rank sends in a sparse step, in (0, 1].
         warmup_steps: number of dense steps before the sparse phase.
         ramp_steps: number of sparse steps over which the density falls from 25 % to `density`.
-        values: format of values on the wire: fp32, bf16, fp16 or e4m3 (8 bits). The rounding error stays in the
-            residual.
+        values: format of values on the wire: fp32, bf16, fp16, e4m3 (8 bits), that of a plug-in, or a ValueCodec.
+            The rounding error stays in the residual.
         momentum: factor of momentum correction with factor masking, as in Deep Gradient Compression; 0 is off. The
             optimizer must then have no momentum of its own.
         norm_clip: scale this rank's gradient down to this norm before it is compressed; None is off. The norm is
@@ -61,7 +62,7 @@ class Settings:
     density: float = 0.01
     warmup_steps: int = 128
     ramp_steps: int = 0
-    values: str = "fp32"
+    values: str | ValueCodec = "fp32"
     momentum: float = 0.0
     norm_clip: float | None = None
     dense: tuple[str, ...] = ()
@@ -79,7 +80,7 @@ class Settings:
         """The settings that a front end was given as keywords."""
         chosen: dict[str, Any] = dict(options)
         patterns = chosen.pop("dense", ())
-        if isinstance(patterns, str):
+        if not isinstance(patterns, Iterable) or isinstance(patterns, str):
             raise ValueError(f"dense must be a list of patterns such as ['*.bias'], got {patterns!r}")
         for name in sorted(set(chosen) - set(Options.__annotations__)):
             raise TypeError(f"unknown option {name!r}: {_hint(name, list(cls.__dataclass_fields__))}")
@@ -89,20 +90,20 @@ class Settings:
         )  # fmt: skip
 
     def __post_init__(self) -> None:
-        number = isinstance(self.density, (int, float)) and not isinstance(self.density, bool)
-        if not number or not 0 < self.density <= 1:
+        if not _is_number(self.density) or not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], got {self.density!r}")
         least_of = dict.fromkeys(("warmup_steps", "ramp_steps", "dense_below", "fusion_entries"), 0)
         for name, least in {**least_of, "max_skipped": 1, "ranks_per_host": 1}.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if self.values not in VALUE_CODES:
-            raise ValueError(f"unknown value format {self.values!r}: choose one of {', '.join(VALUE_CODES)}")
-        if not 0 <= self.momentum < 1:
+        find_values(self.values)
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
-        if self.norm_clip is not None and not self.norm_clip > 0:
-            raise ValueError(f"norm_clip must be positive or None, got {self.norm_clip!r}")
+        if self.norm_clip is not None and not (_is_number(self.norm_clip) and self.norm_clip > 0):
+            raise ValueError(f"norm_clip must be above 0, got {self.norm_clip!r}; leave it out for no clipping")
+        if not isinstance(self.auto, bool):
+            raise ValueError(f"auto must be True or False, got {self.auto!r}")
 
     def always_dense(self, name: str, size: int) -> bool:
         """Whether a parameter is never compressed."""
@@ -110,12 +111,16 @@ class Settings:
 
     def terms(self) -> dict[str, object]:
         """What ranks must agree on."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return fields | {"values": describe_values(self.values)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _hint(name: str, fields: list[str]) -> str:
     known = [*fields, "buckets", "grad_scaler", "sinks", "timeout", "trainer"]
     if name == "compressor":
         return "it is called 'algorithm' here"
-    close = get_close_matches(name, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+    return hint(name, known)

@@ -35,19 +35,25 @@ class Job:
     time: str = "01:00:00"
     queue: str | None = None
     account: str | None = None
+    modules: tuple[str, ...] = ()
+    """Environment modules to load."""
+    venv: str | None = None
+    """The virtual environment that has oktopk."""
+    imports: tuple[str, ...] = ()
+    """Python modules with plug-ins."""
 
     def __post_init__(self) -> None:
         if self.scheduler not in SCHEDULERS:
-            raise JobError(f"scheduler must be one of {', '.join(SCHEDULERS)}, got {self.scheduler!r}")
+            raise JobError(f"--scheduler must be one of {', '.join(SCHEDULERS)}, got {self.scheduler!r}")
         if not _TIME.fullmatch(self.time):
-            raise JobError(f"time must be HH:MM:SS, got {self.time!r}")
+            raise JobError(f"--time must be HH:MM:SS, got {self.time!r}")
         for what in ("nodes", "ranks_per_node", "cpus_per_rank"):
             if getattr(self, what) < 1:
-                raise JobError(f"{what} must be at least 1, got {getattr(self, what)}")
-        for what in ("queue", "account"):
-            value = getattr(self, what)
+                raise JobError(f"--{what.replace('_', '-')} must be at least 1, got {getattr(self, what)}")
+        words = {"queue": self.queue, "account": self.account}
+        for what, value in (*words.items(), *(("module", name) for name in self.modules)):
             if value is not None and not _WORD.fullmatch(value):
-                raise JobError(f"{what} must be a single word, got {value!r}")
+                raise JobError(f"--{what} must be a single word, got {value!r}")
 
     @property
     def name(self) -> str:
@@ -68,6 +74,7 @@ def render(job: Job) -> str:
         "#!/bin/bash",
         *head,
         "set -euo pipefail",
+        *_environment(job),
         "",
         f"# The environment overrides each of these: lr=0.1 {submit}",
         *values,
@@ -91,6 +98,18 @@ def quote(value: str) -> str:
     it"'"s \${x\}
     """
     return _SPECIAL.sub(r"\\\1", value).replace("'", '"\'"')
+
+
+def _environment(job: Job) -> list[str]:
+    """Lines that let the job find what the submitting shell finds. An empty $venv activates none."""
+    lines = []
+    if job.modules:  # many versions of `module` use unset variables
+        lines += ["set +u", f"module load {' '.join(job.modules)}", "set -u"]
+    if job.venv is not None:
+        lines += [f'venv="${{venv-{quote(job.venv)}}}"', '[ -z "$venv" ] || . "$venv/bin/activate"']
+    if job.imports:
+        lines.append(f'export OKTOPK_IMPORT="${{OKTOPK_IMPORT:-{quote(",".join(job.imports))}}}"')
+    return ["", *lines] if lines else []
 
 
 def _option(name: str, value: str | None) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from oktopk.utils.extras import install_command
+
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -12,7 +14,7 @@ def figure_problem(path: Path) -> str | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return "--figure needs matplotlib: pip install 'oktopk[report]'"
+        return f"--figure needs matplotlib: {install_command('report')}"
     if path.suffix not in FORMATS:
         return f"--figure must end with {', '.join(FORMATS)}, got {path}"
     return None

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.utils.files import write_atomically
+from oktopk.utils.schemas import add_schema
 from oktopk.utils.signals import ask_to_end, forward_signals
 
 DENSE = "dense"
 CONFIG, RESULT = "config.toml", "result.json"
-CSV, JSON = "sweep.csv", "sweep.json"
+CSV, MEANS, JSON = "sweep.csv", "sweep_means.csv", "sweep.json"
 FINISHED, FAILED, INTERRUPTED, NOT_BEGUN = "finished", "failed", "interrupted", "not begun"
 TRAIN = (sys.executable, "-m", "oktopk", "train")
 log = logging.getLogger(__name__)
@@ -220,18 +221,40 @@ def _spread(values: Sequence[float | None]) -> dict[str, float | None] | None:
 
 def report(outcomes: Sequence[Outcome], options: Sequence[str] = ()) -> dict[str, Any]:
     rows = [make_row(outcome) for outcome in outcomes]
-    return {"options": list(options), "runs": rows, "over_seeds": over_seeds(rows)}
+    return add_schema("sweep", {"options": list(options), "runs": rows, "over_seeds": over_seeds(rows)})
+
+
+def mean_rows(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The figures of over_seeds() as flat rows.
+
+    >>> mean_rows([{"algorithm": "oktopk", "seeds": 2, "figures": {"val loss": {"mean": 2.5, "std": 0.5}}}])
+    [{'algorithm': 'oktopk', 'seeds': 2, 'val loss mean': 2.5, 'val loss std': 0.5}]
+    """
+    return [
+        {name: value for name, value in one.items() if name != "figures"}
+        | {f"{name} {kind}": value for name, figure in one["figures"].items() for kind, value in figure.items()}
+        for one in groups
+    ]
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write sweep.json and sweep.csv, atomically."""
-    names = dict.fromkeys(name for one in content["runs"] for name in one)
+    """Write sweep.csv (runs), sweep_means.csv (means over seeds) and sweep.json, atomically."""
+    texts = {
+        CSV: _csv(content["runs"]),
+        MEANS: _csv(mean_rows(content["over_seeds"])),
+        JSON: json.dumps(content, indent=2) + "\n",
+    }
+    for name, text in texts.items():
+        write_atomically(folder / name, text.encode())
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    names = dict.fromkeys(name for one in rows for name in one)
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(content["runs"])
-    for name, whole in ((CSV, text.getvalue()), (JSON, json.dumps(content, indent=2) + "\n")):
-        write_atomically(folder / name, whole.encode())
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def previous_options(folder: Path) -> list[str] | None:

@@ -24,8 +24,8 @@ from .building import build_optimizer, build_task
 from .checkpoint.snapshot import CheckpointError, ModelIdentity
 from .checkpoint.storage import Checkpoints
 from .collective_errors import mark_collective
-from .config.options import ConfigError, TrainConfig
-from .config.origins import COMMAND_LINE, ENVIRONMENT, ResolvedConfig, to_toml
+from .config.options import COMMAND_LINE, ENVIRONMENT, ConfigError, TrainConfig
+from .config.origins import ResolvedConfig, to_toml
 from .config.plan import Plan
 from .console import format_summary, log_start
 from .data.problems import DataError
@@ -62,10 +62,13 @@ def train_rank(
 ) -> Outcome:
     """Train on one of the ranks that `comm` connects."""
     with _agree_on_errors(comm, resolved):
+        _check_combinations(resolved.config, info.world)
         folder = _choose_folder(comm, resolved.config, resume)
         task = build_task(resolved.config, info.rank, info.world, info.local_rank)
     plan = _make_plan(resolved.config, task, info)
     with _open_folder(comm, folder, resolved, resume) as run_folder:
+        with _agree_on_errors(comm, resolved):
+            run_folder.open_sinks(resolved.config.sinks)
         if comm.rank == 0:
             log_start(resolved, info.launcher, task, plan)
             _warn_unused_options(resolved)
@@ -124,6 +127,16 @@ def _agree_on_errors(comm: Communicator, resolved: ResolvedConfig) -> Iterator[N
         agree(comm, terms, None if problem is None else str(problem))
     except ValueError as error:
         raise mark_collective(problem or ConfigError(str(error))) from error
+
+
+def _check_combinations(config: TrainConfig, world: int) -> None:
+    """Refuse what the reducer would refuse, in the words of the command line."""
+    if world % config.ranks_per_host:
+        raise ConfigError(
+            f"--ranks-per-host is {config.ranks_per_host}, but the number of ranks, {world}, is no multiple of it"
+        )
+    if config.momentum_correction and (config.momentum or 0.0) >= 1:
+        raise ConfigError(f"--momentum-correction needs a --momentum below 1, got {config.momentum:g}")
 
 
 def _choose_folder(comm: Communicator, config: TrainConfig, resume: bool) -> Path:

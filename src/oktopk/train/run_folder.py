@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.metrics.events import MetricsSink
-from oktopk.metrics.sinks import JSONLSink, TensorBoardSink
+from oktopk.metrics.sinks import SINKS, JSONLSink, Sink, TensorBoardSink, as_sink
 from oktopk.metrics.sinks.flat import Row, finite
 from oktopk.metrics.sinks.switch import DISK_ERRORS, Switch
 from oktopk.utils.files import atomic_path, make_folder, remove_drafts, write_atomically
 from oktopk.utils.locks import LOCK, FolderInUseError, FolderLock
+from oktopk.utils.registry import explain
 
 from .config.options import ConfigError, TrainConfig
 from .config.origins import ResolvedConfig, to_toml
@@ -77,6 +78,7 @@ class RunFolder:
         self._lines: JSONLSink | None = None
         self._board: TensorBoardSink | None = None
         self._timing: TimingFile | None = None
+        self._further: list[Sink] = []
         self._log: logging.FileHandler | None = None
         self._lock: FolderLock | None = None
         if writes:
@@ -91,6 +93,14 @@ class RunFolder:
                 self._log = _log_to(path / "train.log")
                 on_error.pop_all()
 
+    def open_sinks(self, names: str | None) -> None:
+        """Open further sinks in the folder; commas separate their names."""
+        for name in names.split(",") if names and self._writes else ():
+            try:
+                self._further.append(as_sink(SINKS.find(name)(self.path)))
+            except Exception as error:
+                raise ConfigError(f"--sinks: {name!r} cannot be opened: {explain(error)}") from error
+
     def open_metrics(self, step: int) -> list[MetricsSink]:
         """Open the metric files from this step on; returns the sinks for the reducer."""
         if not self._writes:
@@ -100,7 +110,7 @@ class RunFolder:
         self._lines = JSONLSink(self.path / METRICS)
         self._board = TensorBoardSink(self.path, first_step=step)
         self._timing = TimingFile(self.path / TIMING)
-        return [self._lines, self._board]
+        return [self._lines, self._board, *self._further]
 
     @property
     def trains(self) -> bool:
@@ -152,7 +162,7 @@ class RunFolder:
             if self._log is not None:
                 parts.callback(self._log.close)
                 parts.callback(logging.getLogger("oktopk").removeHandler, self._log)
-            for part in (self._lines, self._board, self._timing):
+            for part in (self._lines, self._board, self._timing, *self._further):
                 if part is not None:
                     parts.callback(part.close)
 

@@ -12,8 +12,9 @@
         80     4  scale of the values (float32)         84  1  Elias-Fano low bits   85  3  blocked
         88        indices, padded to 8 bytes, then values, padded to 8 bytes
 
-All fields are little-endian. Indices are offsets into the region. `blocked` is how long the sender has recently
-waited for other ranks, in units of 20 µs: the rank that waited least is the straggler.
+All fields are little-endian. Indices are offsets into the region. Value codes from 128 on are those of plug-ins:
+a receiver knows the one that the ranks have agreed on. `blocked` is how long the sender has recently waited for
+other ranks, in units of 20 µs: the rank that waited least is the straggler.
 
 The decoder does not trust the sender. A message that differs from what the receiver expects raises a WireError,
 and the decoder never writes out of bounds. The length comes first, so that messages can be stored back to back or
@@ -34,6 +35,7 @@ from ..kernels import codes
 from ..kernels.coding import IndexCode
 from ..kernels.types import elias_fano_bytes, padded
 from ..kernels.values import E4M3_SCALES, Array, ValueCode
+from .codecs import VALUE_CODES, CodecError, ValueCodec, Values, read_values, write_values
 from .sparse_vector import SparseVector
 
 MAGIC = b"okt1"
@@ -45,8 +47,8 @@ HEADER_BYTES = _FRAME.size + _HEADER.size
 _NONFINITE = 1
 _TICK = 20e-6
 _MOST_TICKS = 2**24 - 1
+_LARGEST = float(np.finfo(np.float32).max)
 
-VALUE_CODES = {code.name.lower(): code for code in ValueCode}
 _INDEX_CODES = frozenset(int(code) for code in IndexCode)
 _VALUE_WIDTHS = {int(code): code.width for code in ValueCode}
 
@@ -94,17 +96,15 @@ class Decoded(NamedTuple):
     blocked: float
 
 
-def max_message_bytes(count: int, span: int, values: ValueCode) -> int:
+def max_message_bytes(count: int, span: int, values: Values) -> int:
     """Upper bound for a message of at most `count` entries, whichever codes the encoder chooses."""
     count = min(count, span)
-    return HEADER_BYTES + padded((4 if span < 2**31 else 8) * count) + padded(_VALUE_WIDTHS[values] * count)
+    return HEADER_BYTES + padded((4 if span < 2**31 else 8) * count) + padded(values.width * count)
 
 
-def max_region_bytes(span: int, values: ValueCode) -> int:
+def max_region_bytes(span: int, values: Values) -> int:
     """Upper bound for a region that is sent whole as soon as half of its entries are non-zero."""
-    return max(
-        max_message_bytes((span + 1) // 2, span, values), HEADER_BYTES + padded(_VALUE_WIDTHS[values] * span)
-    )
+    return max(max_message_bytes((span + 1) // 2, span, values), HEADER_BYTES + padded(values.width * span))
 
 
 def best_index_code(indices: Array, start: int, span: int, raw: bool = False) -> tuple[IndexCode, int, int]:
@@ -138,7 +138,7 @@ def best_index_code(indices: Array, start: int, span: int, raw: bool = False) ->
 def encode(
     part: SparseVector,
     tag: Tag,
-    values: ValueCode,
+    values: Values,
     nonfinite: bool = False,
     raw_indices: bool = False,
     blocked: float = 0.0,
@@ -146,15 +146,18 @@ def encode(
     """Return the message for `part`, and the values of `part` as the receiver will decode them."""
     indices, floats = _array(part.indices), _array(part.values)
     index_code, index_bytes, low = best_index_code(indices, tag.start, tag.span, raw_indices)
-    length = HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[values] * indices.size)
+    length = HEADER_BYTES + padded(index_bytes) + padded(values.width * indices.size)
     message = np.empty(length, np.uint8)
     decoded = floats if values is ValueCode.FP32 else np.empty_like(floats)
-    scale = codes.write_body(
-        message[HEADER_BYTES:], int(index_code), index_bytes, low, tag.start, tag.span, indices,
-        int(values), floats, decoded,
-    )  # fmt: skip
+    body = message[HEADER_BYTES:]
+    place = int(index_code), index_bytes, low, tag.start, tag.span
+    if isinstance(values, ValueCodec):
+        number, scale = values.number, _write_plugin_body(body, *place, indices, values, floats, decoded)
+        nonfinite = nonfinite or not np.isfinite(floats).all()
+    else:
+        number, scale = int(values), codes.write_body(body, *place, indices, int(values), floats, decoded)
     _HEADER.pack_into(
-        message.data, _FRAME.size, MAGIC, tag.phase, index_code, values, _NONFINITE if nonfinite else 0,
+        message.data, _FRAME.size, MAGIC, tag.phase, index_code, number, _NONFINITE if nonfinite else 0,
         tag.step, tag.bucket, tag.sender, tag.size, tag.start, tag.span, indices.size, index_bytes, scale, low,
         min(int(blocked / _TICK), _MOST_TICKS).to_bytes(3, "little"),
     )  # fmt: skip
@@ -164,8 +167,13 @@ def encode(
     return torch.from_numpy(message), _tensor(decoded, None if part.values.is_cpu else part.values.device)
 
 
-def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Decoded:
-    """Check the message against the expected tag and decode it."""
+def decode(
+    message: Tensor, tag: Tag, device: torch.device | None = None, codec: ValueCodec | None = None
+) -> Decoded:
+    """Check the message against the expected tag and decode it.
+
+    `codec` is that of a plug-in, if the ranks have agreed on one: no other is accepted besides oktopk's own.
+    """
     if message.numel() < HEADER_BYTES or message.numel() % 8:
         raise _wire_error(tag, f"{message.numel()} bytes, expected a header of {HEADER_BYTES} bytes or more")
     if message.data_ptr() % 8:
@@ -183,18 +191,52 @@ def decode(message: Tensor, tag: Tag, device: torch.device | None = None) -> Dec
     found = Tag(step, bucket, phase, sender, size, start, span)
     if found != tag:
         raise _wire_error(tag, f"unexpected message: {found}")
-    if index_code not in _INDEX_CODES or value_code not in _VALUE_WIDTHS or not abs(scale) <= E4M3_SCALES[1]:
+    plugin = codec if codec is not None and value_code == codec.number else None
+    width = _VALUE_WIDTHS.get(value_code) if plugin is None else plugin.width
+    largest_scale = E4M3_SCALES[1] if plugin is None else _LARGEST
+    if index_code not in _INDEX_CODES or width is None or not abs(scale) <= largest_scale:
         raise _wire_error(tag, f"unknown codes: indices {index_code}, values {value_code}, scale {scale}")
-    if count > span or HEADER_BYTES + padded(index_bytes) + padded(_VALUE_WIDTHS[value_code] * count) != length:
+    if count > span or HEADER_BYTES + padded(index_bytes) + padded(width * count) != length:
         raise _wire_error(tag, f"{count} entries with {index_bytes} index bytes do not fit {length} bytes")
     indices = np.empty(count, np.int32 if size < 2**31 else np.int64)
     values = np.empty(count, np.float32)
-    if not codes.read_body(
-        data[HEADER_BYTES:], index_code, index_bytes, low, start, span, indices, value_code, scale, values
-    ):
+    body, place = data[HEADER_BYTES:], (index_code, index_bytes, low, start, span)
+    if plugin is not None:
+        in_order = _read_plugin_body(body, *place, indices, plugin, scale, values, tag)
+    else:
+        in_order = codes.read_body(body, *place, indices, value_code, scale, values)
+    if not in_order:
         raise _wire_error(tag, "indices out of order or out of range")
     vector = SparseVector(_tensor(indices, device), _tensor(values, device), size)
     return Decoded(vector, bool(flags & _NONFINITE), int.from_bytes(ticks, "little") * _TICK)
+
+
+def _write_plugin_body(
+    body: Array, index_code: int, index_bytes: int, low: int, start: int, span: int, indices: Array,
+    codec: ValueCodec, values: Array, decoded: Array,
+) -> float:  # fmt: skip
+    """As write_body of the kernels, with a codec of a plug-in."""
+    values_at = padded(index_bytes)
+    values_end = values_at + codec.width * indices.size
+    body[index_bytes:values_at] = 0
+    body[values_end:] = 0
+    codes.write_indices(indices, index_code, low, start, span, body[:index_bytes])
+    return write_values(codec, values, body[values_at:values_end], decoded)
+
+
+def _read_plugin_body(
+    body: Array, index_code: int, index_bytes: int, low: int, start: int, span: int, indices: Array,
+    codec: ValueCodec, scale: float, values: Array, tag: Tag,
+) -> bool:  # fmt: skip
+    """As read_body of the kernels; what the codec of a plug-in makes of the bytes is checked."""
+    if not codes.read_indices(body[:index_bytes], index_code, low, start, span, indices):
+        return False
+    values_at = padded(index_bytes)
+    try:
+        values[:] = read_values(codec, body[values_at : values_at + codec.width * values.size], scale, values.size)
+    except CodecError as error:
+        raise _wire_error(tag, str(error)) from error
+    return True
 
 
 def _array(x: Tensor) -> Array:

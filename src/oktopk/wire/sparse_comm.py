@@ -14,6 +14,7 @@ from ..comm.messages import broadcast_relays, gather_relays
 from ..comm.transport import format_ranks
 from ..errors import WireError
 from ..metrics.traffic import Stopwatch
+from .codecs import ValueCodec, Values
 from .message import FRAME_BYTES, Tag, ValueCode, decode, encode, max_message_bytes
 from .sparse_vector import MisplacedPart, SparseVector, all_finite
 
@@ -61,7 +62,7 @@ class SparseCommunicator:
         *,
         step: int = 0,
         bucket: int = 0,
-        values: ValueCode = ValueCode.FP32,
+        values: Values = ValueCode.FP32,
         raw_indices: bool = False,
         device: torch.device | None = None,
         stopwatch: Stopwatch | None = None,
@@ -69,6 +70,7 @@ class SparseCommunicator:
     ) -> None:
         self.transport, self.size, self.step, self.bucket, self.values = comm, size, step, bucket, values
         self.raw_indices = raw_indices
+        self._plugin = values if isinstance(values, ValueCodec) else None
         self.device = None if device is None or device.type == "cpu" else device
         self.nonfinite = False
         self.stopwatch = stopwatch or Stopwatch()
@@ -216,6 +218,8 @@ class SparseCommunicator:
     def _encode(self, part: SparseVector, phase: Phase, region: Region) -> tuple[Tensor, SparseVector]:
         tag = self._tag(phase, self.rank, region)
         self.blocked_sent = self.stopwatch.seconds("exchange") or self._blocked_before
+        if self._plugin is not None:  # it is given finite values only
+            self.check_finite(all_finite(part.values))
         with self.stopwatch.stage("encode"):
             message, decoded = encode(part, tag, self.values, self.nonfinite, self.raw_indices, self.blocked_sent)
         return message, part.with_values(decoded)
@@ -226,7 +230,7 @@ class SparseCommunicator:
         """The one way in for sparse vectors of other ranks: in order, in the region, of the announced length."""
         with self.stopwatch.stage("decode"):
             try:
-                decoded = decode(message, self._tag(phase, peer, region), self.device)
+                decoded = decode(message, self._tag(phase, peer, region), self.device, self._plugin)
                 count = len(decoded.vector)
                 if count > limit or (exact and count < limit):
                     who, bound = self.transport.global_rank(peer), "" if exact else "at most "

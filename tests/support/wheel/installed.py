@@ -23,7 +23,7 @@ SECONDS = 300
 BY_EXTRA = {
     "mpi": ["mpi4py"],
     "train": ["PIL", "jiwer", "soundfile", "tensorboard", "tqdm", "transformers"],
-    "report": ["matplotlib", "plotly", "tqdm"],
+    "report": ["matplotlib", "pandas", "plotly", "tqdm"],
 }
 COMMANDS = ("train", "sweep", "report", "bench", "simulate", "doctor", "data", "jobscript")
 

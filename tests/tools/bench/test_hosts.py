@@ -19,7 +19,7 @@ SMALL = ["--model", "synthetic", "--params", "500001", "--density", "0.05", "--s
 
 def test_ranks_must_fill_their_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--ranks", "3", "--ranks-per-host", "2"]) == 2
-    assert "oktopk bench: error: 3 ranks cannot be divided into 2 per host" in capsys.readouterr().err
+    assert "oktopk bench: error: --ranks 3 cannot be divided by --ranks-per-host 2" in capsys.readouterr().err
     assert main(["bench", "--ranks-per-host", "0"]) == 2
 
 

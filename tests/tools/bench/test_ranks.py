@@ -13,12 +13,12 @@ import pytest
 from oktopk.cli import main
 from oktopk.tools.bench.launch import run_on_loopback
 from oktopk.tools.bench.names import (
-    CONTENDERS,
     LINK,
     MEMORY,
     REFERENCES,
-    VARIANTS,
     add_link_limits,
+    list_contenders,
+    list_variants,
     parse_contender,
 )
 from oktopk.tools.bench.plan import Plan
@@ -32,6 +32,7 @@ PATIENCE = 500
 """Seconds; a busy machine is not a bug."""
 RANKS, DENSITY = 3, 0.05
 SPARSE = ("topka", "topkdsa", "gtopk", "gaussiank", "oktopk")
+CONTENDERS = list_contenders()
 
 
 def test_contenders_average_what_all_ranks_have() -> None:
@@ -94,7 +95,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_all_take_part_with_a_tiny_model_and_half_of_its_entries(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [*CONTENDERS, *(f"oktopk:{variant}" for variant in VARIANTS)]
+    names = [*CONTENDERS, *(f"oktopk:{variant}" for variant in list_variants())]
     words = ["--model", "synthetic", "--params", "10k", "--density", "0.5", "--steps", "2", "--ranks", "3"]
     limits = ["--json", "--timeout", str(PATIENCE)]
     assert main(["bench", "--contenders", ",".join(names), *words, *limits]) == 0

@@ -27,7 +27,7 @@ MEGABYTES_4 = 4 * 2**20
     "rate", ["", "fast", "1", "-1gbit", "0gbit", "1 gbit", "1gbps", "999gbit", "1gbit; ls", 5]
 )
 def test_a_rate_that_is_none(rate: str) -> None:
-    with pytest.raises(ValueError, match="rate must be None or like '100mbit' or '1gbit'"):
+    with pytest.raises(ValueError, match="rate must be like 100mbit or 1gbit"):
         Lab(2, rate)
 
 
@@ -191,7 +191,7 @@ def disciplines(lab: Lab) -> set[str]:
 def test_a_rate_is_set_on_both_ends_of_every_link() -> None:
     with Lab(hosts=2, rate="10mbit") as lab:
         assert disciplines(lab) == {"tbf"}
-        with pytest.raises(ValueError, match="rate must be None or like"):
+        with pytest.raises(ValueError, match="rate must be like"):
             lab.set_rate("slow")
         assert lab.rate == "10mbit"
 
@@ -320,4 +320,4 @@ def test_the_command_reports_failure(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--rate", "fast", "--", "true"])
     assert exit_.value.code == 2
-    assert "rate must be None or like" in capfd.readouterr().err
+    assert "rate must be like" in capfd.readouterr().err

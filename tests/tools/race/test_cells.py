@@ -90,9 +90,11 @@ def test_a_failing_cell_keeps_its_error_and_the_race_goes_on(told: Told) -> None
 def test_another_race_in_the_same_folder_is_refused(told: Told) -> None:
     told.run("ddp")
     for race, said in (
-        (Race(RACE.config, 2, 3, target=Target("val loss", 0.9)), "target is val loss <= 1 there"),
-        (Race({**RACE.config, "lr": 0.2}, 2, 3, target=RACE.target), "lr is 0.1 there and 0.2 here"),
-        (Race(RACE.config, 4, 3, target=RACE.target), "ranks is 2 there and 4 here"),
+        (Race(RACE.config, 2, 3, target=Target("val loss", 0.9)), "--target is val loss <= 1 there and val"),
+        (Race({**RACE.config, "lr": 0.2}, 2, 3, target=RACE.target), "--lr is 0.1 there and 0.2 here"),
+        (Race(RACE.config, 4, 3, target=RACE.target), "--ranks is 2 there and 4 here"),
+        (Race(RACE.config, 2, target=RACE.target), "--steps is 3 there and not set here"),
+        (Race(RACE.config, 2, 3, target=RACE.target, val_every=9), "--val-every-steps is 50 there and 9 here"),
     ):  # fmt: skip
         with pytest.raises(RaceError) as caught:
             told.run("topka", race=race)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.tools.race.attach import ATTACH
-from oktopk.tools.race.contenders import KINDS, LOCAL, OURS, parse_contender
+from oktopk.tools.race.contenders import LOCAL, OURS, TORCH, parse_contender
 from oktopk.tools.race.spec import FULL, QUALITY, TIMING, Cell, Race, RaceError, Spec, Target, parse_target
 from oktopk.wire.message import VALUE_CODES
 
@@ -66,7 +66,7 @@ def test_a_local_optimizer_has_any_algorithm_and_settings_of_its_own() -> None:
 
 
 def test_every_kind_can_be_attached() -> None:
-    names = [f"{kind}:2" if kind == "accumulate" else kind for kind in KINDS]
+    names = [f"{kind}:2" if kind == "accumulate" else kind for kind in (*TORCH, *ALGORITHMS, LOCAL)]
     assert {parse_contender(name).kind for name in names} == set(ATTACH)
     assert parse_contender("topka").kind == OURS
 
@@ -89,6 +89,12 @@ def test_every_kind_can_be_attached() -> None:
         ("oktopk:fp16", "did you mean values=fp16?"),
         ("oktopk:warmup_steps=-1", "warmup_steps must be an integer"),
         ("topka:tau=3", "unknown setting 'tau'"),
+        ("oktopk:tau=often", "tau must be a number like 64, got 'often'"),
+        ("oktopk:tau=True", "tau must be a number like 64, got True"),
+        ("oktopk:momentum=much", "momentum must be in [0, 1), got 'much'"),
+        ("oktopk:norm_clip=None:auto=maybe", "auto must be True or False, got 'maybe'"),
+        ("oktopk:norm_clip=x", "norm_clip must be above 0, got 'x'"),
+        ("oktopk:dense=3", "dense must be a list of patterns"),
         ("powersgd:0", "the rank must be a whole number from 1 on"),
         ("powersgd:1:start=1", "start must be a whole number from 2 on"),
         ("powersgd:1:2", "'2' is not understood"),

@@ -16,6 +16,7 @@ import pytest
 
 from oktopk.cli import main
 from oktopk.tools.report.html.live import LOOPBACK, Server
+from oktopk.utils.extras import install_command
 from tests.support.machine import heeded
 from tests.support.report_runs import served, write_run, write_steps
 
@@ -153,7 +154,7 @@ def test_without_plotly_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main(["report", str(write_run(tmp_path, steps=2, warmup=1)), "-o", str(tmp_path / "p.html")]) == 1
-    assert "pip install 'oktopk[report]'" in capsys.readouterr().err
+    assert install_command("report") in capsys.readouterr().err
     assert not (tmp_path / "p.html").exists()
 
 
@@ -163,5 +164,5 @@ def test_without_plotly_no_address_is_told(
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main(["report", "--live", str(write_run(tmp_path, steps=2, warmup=1))]) == 1
     said = capsys.readouterr()
-    assert "pip install 'oktopk[report]'" in said.err
+    assert install_command("report") in said.err
     assert said.out == ""

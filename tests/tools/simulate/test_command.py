@@ -65,7 +65,7 @@ def test_a_size_is_a_number(capsys, size):
     with pytest.raises(SystemExit) as ended:
         run(capsys, f"--params={size}")
     assert ended.value.code == 2
-    assert f"argument --params: must be a number like 25M, 300k or 1000, got '{size}'" in capsys.readouterr().err
+    assert f"error: --params must be a number like 25M, 300k or 1000, got '{size}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -201,50 +201,48 @@ def test_the_file_of_a_run_says_where_each_value_came_from(tmp_path: Path) -> No
 
 
 WRONG = (
-    ("lr", "fast", "float"),
+    ("lr", "fast", "a number above 0"),
     ("lr", "0", "a number above 0"),
     ("lr", "nan", "a number above 0"),
     ("lr", "inf", "a number above 0"),
     ("density", "1.5", "a number above 0 up to 1"),
-    ("density", "1%", "float"),
+    ("density", "1%", "a number above 0 up to 1"),
     ("momentum", "-0.1", "a number from 0 on up to 1"),
     ("batch_size", "0", "a whole number from 1 on"),
-    ("batch_size", "2.5", "int"),
-    ("max_epochs", "", "int"),
+    ("batch_size", "2.5", "a whole number from 1 on"),
+    ("max_epochs", "", "a whole number from 1 on"),
     ("max_epochs", "-1", "a whole number from 1 on"),
     ("seed", "4294967296", "a whole number from 0 up to 4294967295"),
     ("compression", "maybe", "True or False"),
     ("compressor", "zip", "one of dense"),
     ("dnn", "lstman5", "one of "),
     ("values", "fp8", "one of fp32"),
+    ("sinks", "csv,zip", "one of csv, trace"),
 )
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), WRONG)
-def test_item_19_a_wrong_value_is_named_with_its_origin(name: str, value: str, wanted: str) -> None:
-    for typed, environment, origin in (
-        ({name: value}, {}, "command line"),
-        ({}, {f"OKTOPK_{name.upper()}": value}, f"environment OKTOPK_{name.upper()}"),
+def test_item_19_a_wrong_value_is_named_as_it_was_given(name: str, value: str, wanted: str) -> None:
+    for typed, environment, spelled in (
+        ({name: value}, {}, f"--{name.replace('_', '-')}"),
+        ({}, {f"OKTOPK_{name.upper()}": value}, f"OKTOPK_{name.upper()}"),
     ):
         with pytest.raises(ConfigError) as caught:
             resolve(typed, environment)
-        text = str(caught.value)
-        assert text.startswith(f"{name} must be ")
-        assert wanted in text
-        assert f"got {value!r}" in text
-        assert text.endswith(f"({origin})")
+        assert str(caught.value).startswith(f"{spelled} must be {wanted}")
+        assert f"got {value!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
         ("batch_size = 2.5", "batch_size must be a whole number from 1 on, got 2.5"),
-        ("batch_size = true", "batch_size must be a whole number from 1 on, got True"),
+        ("batch_size = true", "batch_size must be a whole number from 1 on, got true"),
         ("batch_size = inf", "batch_size must be a whole number from 1 on, got inf"),
-        ("lr = true", "lr must be a number above 0, got True"),
+        ("lr = true", "lr must be a number above 0, got true"),
         ("lr = [0.1]", "lr must be a single value, got [0.1]"),
-        ("lr = 2024-01-01", "lr must be of type float, got datetime.date(2024, 1, 1)"),
-        ("data_dir = 5", "data_dir must be of type Path, got 5"),
+        ("lr = 2024-01-01", "lr must be a number above 0, got 2024-01-01"),
+        ("data_dir = 5", "data_dir must be a path, got 5"),
         ("[lr]\nx = 1", "lr must be a single value, got {'x': 1}"),
     ],
 )
@@ -262,9 +260,9 @@ def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("warmup_step = 3", "unknown option warmup_step; did you mean warmup_steps?"),
-        ("batchsize = 3", "unknown option batchsize; did you mean batch_size?"),
-        ("qqqqqq = 3", "unknown option qqqqqq; known are dnn, dataset"),
+        ("warmup_step = 3", "unknown option 'warmup_step': did you mean 'warmup_steps'?"),
+        ("batchsize = 3", "unknown option 'batchsize': did you mean 'batch_size'?"),
+        ("qqqqqq = 3", "unknown option 'qqqqqq': choose from dnn, dataset"),
         ("lr = ", "not TOML: "),
         ("lr = 1\nlr = 2", "not TOML: "),
     ],
@@ -277,8 +275,10 @@ def test_item_19_a_config_that_is_wrong_says_where(tmp_path: Path, text: str, wa
 
 
 def test_item_19_a_config_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config 'lstm_degub': pass a TOML file or one of .*lstm_debug"):
+    with pytest.raises(ConfigError, match="no config 'lstm_degub': did you mean 'lstm_debug'"):
         read_config("lstm_degub")
+    with pytest.raises(ConfigError, match=r"no config 'zzz': pass a TOML file or one of .*lstm_debug"):
+        read_config("zzz")
     with pytest.raises(ConfigError, match=r"absent\.toml: No such file"):
         read_config(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="Is a directory"):

@@ -25,32 +25,41 @@ from pathlib import Path
 
 import torch
 
+from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools.bench.launch import NO_LIMIT, measure
-from oktopk.tools.bench.names import CONTENDERS, VARIANTS, BenchError, add_link_limits, parse_contender
+from oktopk.tools.bench.names import (
+    BenchError,
+    add_link_limits,
+    list_contenders,
+    list_variants,
+    parse_contender,
+)
 from oktopk.tools.bench.plan import Plan, free_memory
 from oktopk.tools.bench.plot import draw
 from oktopk.tools.bench.records import Record
 from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
-from oktopk.tools.lab import enter_user_namespace, lab_problem, parse_rate
+from oktopk.tools.lab import MAX_HOSTS, enter_user_namespace, lab_problem, parse_rate
 from oktopk.tools.plotting import figure_problem
 from oktopk.train.rehearsal import COMPILING, must_compile
+from oktopk.utils.schemas import add_schema
 from oktopk.utils.signals import interrupted_code
-from oktopk.wire.message import VALUE_CODES
+from oktopk.wire.codecs import VALUE_CODES
 
 from ..errors import print_error
-from ..parsing import parse_count, split_list
+from ..parsing import parse_count, parse_number, parse_whole, split_list
 
 NO_LINK = "loopback: no rate limit, and no interface that counts bytes; --link 1gbit limits the links"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    every = ", ".join(list_contenders(ALGORITHMS.names()))
     sizes = ", ".join(f"{name} {size / 1e6:.4g}M" for name, (size, _) in MODELS.items())
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="number of ranks (default: 4)")
+    parser.add_argument("--ranks", type=parse_whole, default=4, metavar="N", help="number of ranks (default: 4)")
     parser.add_argument(
         "--ranks-per-host",
-        type=int,
+        type=parse_whole,
         default=1,
         metavar="N",
         help="ranks on each host, which share its link (default: 1)",
@@ -73,24 +82,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--contenders",
-        default=",".join(CONTENDERS),
         metavar="A,B,…",
-        help=f"what to compare (default: all): {', '.join(CONTENDERS)}. Colons add variants "
-        f"to an algorithm, like oktopk:fp16:fused: {', '.join(VARIANTS)}. fused: all buckets share their "
+        help=f"what to compare (default: all): {every}. Colons add variants "
+        f"to an algorithm, like oktopk:fp16:fused: {', '.join(list_variants())}. fused: all buckets share their "
         f"messages; apart: each bucket sends its own; auto: dense where that is faster; hosts: hierarchical, one "
         "rank of each host exchanges. Lower bounds: backward (no exchange), limit-memory (one pass over "
         "memory), limit-link (the bytes alone)",
     )
-    parser.add_argument("--steps", type=int, default=15, metavar="N", help="timed steps (default: 15)")
+    parser.add_argument("--steps", type=parse_whole, default=15, metavar="N", help="timed steps (default: 15)")
     parser.add_argument(
-        "--density", type=float, default=0.01, metavar="X", help="fraction of entries to send (default: 0.01)"
+        "--density", type=parse_number, default=0.01, metavar="X",
+        help="fraction of entries to send (default: 0.01)",
+    )  # fmt: skip
+    formats = ", ".join(VALUE_CODES.names())
+    parser.add_argument(
+        "--values", default="fp32", metavar="NAME", help=f"values on the wire: {formats} (default: fp32)"
     )
-    parser.add_argument("--values", default="fp32", choices=VALUE_CODES, help="values on the wire (default: fp32)")
     parser.add_argument(
-        "--bucket-mb", type=float, metavar="X", help="bucket size of DDP in MB (default: DDP's own)"
+        "--bucket-mb", type=parse_number, metavar="X", help="bucket size of DDP in MB (default: DDP's own)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit for each link (default: 1800)"
+        "--timeout",
+        type=parse_number,
+        default=1800.0,
+        metavar="SECONDS",
+        help="time limit for each link (default: 1800)",
     )
     parser.add_argument(
         "--figure", type=Path, metavar="FILE", help="plot the step times to this .png, .svg or .pdf"
@@ -122,7 +138,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
     """Make the plan and the list of links; reject bad options before anything is measured."""
-    names, links = add_link_limits(split_list(options.contenders)), split_list(options.link or "")
+    asked = list_contenders() if options.contenders is None else split_list(options.contenders)
+    names, links = add_link_limits(asked), split_list(options.link or "")
     if not names or (options.link is not None and not links):
         raise BenchError(f"pass at least one {'link' if names else 'contender'}")
     try:
@@ -146,6 +163,9 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, list[str]]:
     )
     if options.figure is not None and (problem := figure_problem(options.figure)):
         raise BenchError(problem)
+    hosts = plan.ranks // plan.ranks_per_host
+    if links and hosts > MAX_HOSTS:
+        raise BenchError(f"--link makes a network of at most {MAX_HOSTS} hosts, and --ranks asks for {hosts}")
     if links:
         enter_user_namespace()
     if links and (problem := lab_problem()):
@@ -159,7 +179,7 @@ def _show(options: argparse.Namespace, records: list[Record]) -> int:
         return 0
     machine = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()}
     if options.json:
-        print(json.dumps({"machine": machine, "records": records}, indent=2))
+        print(json.dumps(add_schema("bench", {"machine": machine, "records": records}), indent=2))
     else:
         print("\n\n".join(filter(None, [text(records), phases(records)])))
     try:

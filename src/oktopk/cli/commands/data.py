@@ -27,8 +27,10 @@ from oktopk.train.data.speech.an4 import SplitSummary, import_an4
 from oktopk.train.data.speech.dataset import SpeechDataset
 from oktopk.train.data.speech.manifest import TRAIN_MANIFEST, VAL_MANIFEST, Repair, repair
 from oktopk.train.run import BAD_INPUT
+from oktopk.utils.schemas import add_schema
 
 from ..errors import print_error
+from ..parsing import parse_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +80,7 @@ def _an4(options: argparse.Namespace) -> int:
     with _bar("utterance") as progress:
         summary = import_an4(options.source, options.destination, options.min_seconds, progress)
     if options.json:
-        return _print_json(asdict(summary))
+        return _print_json("an4", asdict(summary))
     for name, split in (("train", summary.train), ("val", summary.val)):
         print(_split_line(name, split))
     _print_left_out(summary.problems)
@@ -96,7 +98,7 @@ def _cifar(options: argparse.Namespace) -> int:
     with _bar("image") as progress:
         summary = import_cifar(options.source, options.destination, progress)
     if options.json:
-        return _print_json(asdict(summary))
+        return _print_json("cifar10", asdict(summary))
     print(f"{summary.train} training and {summary.test} test images, in {summary.folder}")
     _print_left_out(summary.problems)
     print(f"train with: oktopk train --dnn vgg16 --data-dir {options.destination}")
@@ -117,7 +119,7 @@ def _fix(options: argparse.Namespace) -> int:
             if not options.json:
                 _print_repair(manifest, done)
     if options.json:
-        _print_json({"manifests": reports})
+        _print_json("fix-manifest", {"manifests": reports})
     return int(any(report.get("error") or report.get("problems") for report in reports))
 
 
@@ -142,7 +144,7 @@ def _check(options: argparse.Namespace) -> int:
             {"manifest": path, "usable": usable[path], "seconds": sum(data.seconds)}
             for path, data in splits.items()
         ]
-        _print_json({"manifests": rows, "problems": [asdict(problem) for problem in problems]})
+        _print_json("check", {"manifests": rows, "problems": [asdict(problem) for problem in problems]})
         return int(bool(problems))
     for path, data in splits.items():
         print(f"{path}: {usable[path]} usable utterances, {sum(data.seconds):.0f} seconds")
@@ -164,15 +166,15 @@ def _format_problems(problems: Sequence[Problem], limit: int = 20) -> str:
     return format_problems(problems, limit) + more
 
 
-def _print_json(row: dict[str, Any]) -> int:
-    print(json.dumps(row, indent=2, default=str))
+def _print_json(action: str, row: dict[str, Any]) -> int:
+    print(json.dumps(add_schema(f"data.{action}", row), indent=2, default=str))
     return 0
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = parse_number(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a length in seconds")
+        raise argparse.ArgumentTypeError(f"must be a length in seconds, got {text}")
     return value
 
 

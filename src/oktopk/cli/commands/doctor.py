@@ -43,15 +43,16 @@ from oktopk.tools.doctor import (
 )
 from oktopk.tools.model_step import ModelStep, time_model_step
 from oktopk.train.building import build_task
-from oktopk.train.config.options import ConfigError, TrainConfig
-from oktopk.train.config.origins import DEFAULT, ResolvedConfig, resolve
+from oktopk.train.config.options import DEFAULT, ConfigError, TrainConfig
+from oktopk.train.config.origins import ResolvedConfig, resolve
 from oktopk.train.launch import STARTED_BY_RANKS, RankInfo, connect, detect_rank, run_ranks
 from oktopk.train.tasks import WORKLOADS, Task
+from oktopk.utils.schemas import add_schema
 from oktopk.utils.signals import interrupted_code, raise_on_signal
 
 from ..errors import describe_error, print_error
 from ..options import add_config, add_model_step, add_option, check_model_step, collect_options
-from ..parsing import parse_count, parse_link
+from ..parsing import parse_count, parse_link, parse_number
 
 TIMEOUT = 60.0
 SHOWN = 5
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=parse_number,
         default=TIMEOUT,
         metavar="S",
         help="seconds to wait for another rank before giving up (default: 60)",
@@ -184,13 +185,14 @@ def _print(world: World, info: RankInfo, as_json: bool) -> int:
 
 
 def _to_json(world: World, findings: list[Finding]) -> dict[str, Any]:
-    return {
+    document = {
         "how": world.request.launcher,
         "world": world.size,
         "findings": [asdict(finding) for finding in findings],
         "facts": list(world.facts),
         "measured": dict(world.measured),
     }
+    return add_schema("doctor", document)
 
 
 def _text(findings: list[Finding]) -> str:

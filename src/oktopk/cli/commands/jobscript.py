@@ -5,28 +5,33 @@
 
 Takes the options of `oktopk train` that are listed below; the script sets the number of ranks and the run folder
 itself. Options that you pass, and the most common ones, appear as lr="${lr:-0.01}", so that `lr=0.1 sbatch job.sh`
-overrides them.
+overrides them. Paths of data are written in full. The script activates the virtual environment that this
+command runs in, if any, and loads the modules of --module.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
 from oktopk.tools.jobscript import SCHEDULERS, Job, JobError, render
-from oktopk.train.config.options import OPTIONS
-from oktopk.train.config.origins import DEFAULT, ResolvedConfig, resolve
+from oktopk.train.config.options import DEFAULT, OPTIONS
+from oktopk.train.config.origins import ResolvedConfig, resolve
 from oktopk.utils.files import atomic_path
 
 from ..errors import print_error
 from ..options import add_config, add_option, collect_options
+from ..parser import find_imports
+from ..parsing import parse_whole
 
 ALL = "all"
 ALWAYS = ("dnn", "data_dir", "lr", "batch_size", "max_epochs", "compressor", "density", "seed")
 """Options that the script always sets."""
+_NO_VENV = "none"
 _SET_BY_SCRIPT = ("out", "nworkers", "nwpernode", "ranks", "compression")
 
 
@@ -38,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"output file, or folder (required for --compressor {ALL}); default: stdout",
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    parser.add_argument("--nodes", type=parse_whole, default=1, metavar="N", help="number of nodes (default: 1)")
     parser.add_argument(
-        "--ranks-per-node", type=int, default=1, metavar="M", help="ranks on each node (default: 1)"
+        "--ranks-per-node", type=parse_whole, default=1, metavar="M", help="ranks on each node (default: 1)"
     )
     parser.add_argument(
         "--cpus-per-rank",
-        type=int,
+        type=parse_whole,
         default=1,
         metavar="C",
         help="cores of each rank, also OMP_NUM_THREADS (default: 1)",
@@ -54,6 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partition", "--queue", dest="queue", metavar="NAME", help="partition (SLURM) or queue (PBS)"
     )
     parser.add_argument("--account", metavar="NAME", help="account to charge")
+    parser.add_argument(
+        "--module",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="load this environment module, like openmpi/4.1; repeat it for more",
+    )
+    parser.add_argument(
+        "--venv",
+        metavar="FOLDER",
+        help=f"activate this virtual environment; {_NO_VENV}: none (default: the one that this command runs in)",
+    )
     add_config(parser)
     group = parser.add_argument_group("options of oktopk train")
     for name in OPTIONS:
@@ -102,7 +120,22 @@ def _job(options: argparse.Namespace, resolved: ResolvedConfig) -> Job:
         time=options.time,
         queue=options.queue,
         account=options.account,
+        modules=tuple(options.modules),
+        venv=_venv(options.venv),
+        imports=tuple(find_imports(options.words)),
     )
+
+
+def _venv(given: str | None) -> str | None:
+    """The virtual environment to activate; None for none."""
+    if given is None:
+        return sys.prefix if sys.prefix != sys.base_prefix else None
+    if given == _NO_VENV:
+        return None
+    folder = Path(given).absolute()
+    if not (folder / "bin" / "activate").exists():
+        raise JobError(f"--venv {given}: no virtual environment (it has no bin/activate)")
+    return str(folder)
 
 
 def _values(resolved: ResolvedConfig) -> dict[str, str | None]:
@@ -112,7 +145,7 @@ def _values(resolved: ResolvedConfig) -> dict[str, str | None]:
         chosen = origin != DEFAULT and not origin.startswith("network ")
         if name not in _SET_BY_SCRIPT and (chosen or name in ALWAYS):
             value = getattr(resolved.config, name)
-            values[name] = None if value is None else str(value)
+            values[name] = None if value is None else str(value.absolute() if isinstance(value, Path) else value)
     if resolved.config.algorithm == "dense":
         values["density"] = None  # has no effect, and train would warn about it
     return values

@@ -29,7 +29,7 @@ from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
-from oktopk.tools.lab import enter_user_namespace, lab_problem, parse_rate
+from oktopk.tools.lab import MAX_HOSTS, enter_user_namespace, lab_problem, parse_rate
 from oktopk.tools.plotting import figure_problem
 from oktopk.tools.race.cells import Finished, find_finished
 from oktopk.tools.race.contenders import parse_contender
@@ -50,7 +50,8 @@ from oktopk.utils.signals import interrupted_code, raise_on_signal
 
 from ..errors import print_error
 from ..options import add_config, collect_options
-from ..parsing import split_list
+from ..parser import Parser, add_alias
+from ..parsing import parse_number, parse_whole, split_list
 from .train import add_arguments as add_train_arguments
 
 CONTENDERS = "ddp,ddp-fp16,powersgd:4,accumulate:4,oktopk"
@@ -59,6 +60,7 @@ SET_BY_RACE = ("seed", "max_steps", "val_every", "norm_clip", "momentum_correcti
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    ours = ", ".join(ALGORITHMS.names())
     add_config(parser)
     parser.add_argument(
         "--contenders",
@@ -67,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to compare (default: {CONTENDERS}): ddp; ddp-fp16 and ddp-bf16, torch's 16-bit hooks; "
         "powersgd:R, torch's hook of rank R after start=20 dense steps; accumulate:N, DDP with N batches per "
         "step; an algorithm of oktopk with any settings, like "
-        f"oktopk:density=0.05:values=fp16:warmup_steps=10:auto=False ({', '.join(ALGORITHMS)}; without settings, "
+        f"oktopk:density=0.05:values=fp16:warmup_steps=10:auto=False ({ours}; without settings, "
         "the defaults of OkTopkState); local, which averages the updates of every rank's own optimizer, like "
         "local:density=0.01:values=fp16 (without settings, the defaults of LocalOptimizer). Any of them takes "
         "lr=FACTOR for its learning rate",
@@ -77,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rates of links between hosts in network namespaces; none: processes on loopback (default: 100mbit)",
     )  # fmt: skip
     parser.add_argument("--seeds", default="0", metavar="S,T,…", help="seeds (default: 0)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (default: 2)")
+    add_alias(parser, "--seed", "seeds")
+    parser.add_argument("--ranks", type=parse_whole, default=2, metavar="N", help="number of ranks (default: 2)")
     end = parser.add_mutually_exclusive_group()
     end.add_argument(
         "--target",
@@ -87,17 +90,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     end.add_argument(
         "--seconds",
-        type=float,
+        type=parse_number,
         metavar="N",
         help="train every cell for N seconds instead, and compare the last validation",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N",
+        "--steps", type=parse_whole, metavar="N",
         help="limit in optimizer steps, and length of the learning rate schedule (default: the configuration's)",
     )  # fmt: skip
     parser.add_argument(
-        "--val-every-steps", type=int, default=50, metavar="N", help="steps between validations (default: 50)"
-    )
+        "--val-every-steps", type=parse_whole, default=50, metavar="N",
+        help="steps between validations (default: 50)",
+    )  # fmt: skip
     parser.add_argument(
         "--composed", action="store_true",
         help="train each contender and seed once, on loopback; time steps on each link; compute the time to "
@@ -105,14 +109,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--timing-steps",
-        type=int,
+        type=parse_whole,
         default=60,
         metavar="N",
         help="steady steps to time with --composed (default: 60)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=7200.0, metavar="SECONDS", help="time limit for a cell (default: 7200)"
-    )
+        "--timeout", type=parse_number, default=7200.0, metavar="SECONDS",
+        help="time limit for a cell (default: 7200)",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="folder of the race: cells, tables and pictures"
     )
@@ -234,6 +239,8 @@ def _make_race(options: argparse.Namespace) -> Race:
             raise RaceError(f"--{name} must be above 0, got {value:g}")
     if options.ranks < 2:
         raise RaceError(f"--ranks must be at least 2, got {options.ranks}: one rank has nothing to send")
+    if options.ranks > MAX_HOSTS and options.link != LOOPBACK:
+        raise RaceError(f"--link makes a network of at most {MAX_HOSTS} hosts, and --ranks is {options.ranks}")
     if options.composed and options.seconds is not None:
         raise RaceError("--composed trains to a --target or to the last step: leave out --seconds")
     target = None if options.target is None else parse_target(options.target)
@@ -247,7 +254,7 @@ def _make_config(options: argparse.Namespace) -> dict[str, Any]:
     """Resolve the trainer's options, and build the task once: missing data is found before any cell runs."""
     if detect_rank(os.environ).world > 1:
         raise RaceError("a race starts its own ranks: call it with --ranks N, without mpirun, torchrun or srun")
-    parser = argparse.ArgumentParser(prog="oktopk race … --", allow_abbrev=False, add_help=False)
+    parser = Parser(prog="oktopk race … --", add_help=False)
     add_train_arguments(parser)
     parsed = parser.parse_args(options.options)
     chosen = collect_options(parsed)

@@ -33,10 +33,12 @@ from oktopk.tools.plotting import figure_problem
 from oktopk.train.building import build_task
 from oktopk.train.config.options import ConfigError, TrainConfig
 from oktopk.train.config.origins import resolve
+from oktopk.utils.registry import PluginError
 from oktopk.utils.signals import interrupted_code, raise_on_signal
 
 from ..errors import print_error
 from ..options import add_model_step, add_option, check_model_step, collect_options
+from ..parser import add_alias
 from ..parsing import parse_count, split_list
 
 MOST = 1024
@@ -48,7 +50,7 @@ _PARAMS = 25_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    every = ",".join(ALGORITHMS)
+    every = ", ".join(ALGORITHMS.names())
     parser.add_argument(
         "--ranks",
         default="2..64",
@@ -79,9 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the link instead of --net: between network namespaces at this rate, like 1gbit; without "
         "a rate, or where namespaces are not allowed, on loopback",
     )  # fmt: skip
-    parser.add_argument(
-        "--algorithms", default=every, metavar="A,B,…", help=f"algorithms to simulate (default: {every})"
-    )
+    parser.add_argument("--algorithms", metavar="A,B,…", help=f"algorithms to simulate (default: all): {every}")
+    add_alias(parser, "--algorithm", "algorithms")
     parser.add_argument("--ranks-per-core", default="1", metavar="N", help="ranks that share a core (default: 1)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="plot the results to this .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -183,12 +184,14 @@ def _calibrate(rate: str, ranks: int) -> tuple[tool.Network, str]:
 
 
 def _question(options: argparse.Namespace) -> tuple[tool.Question, int]:
-    names = split_list(options.algorithms)
+    names = list(ALGORITHMS) if options.algorithms is None else split_list(options.algorithms)
     if not names:
         raise tool.SimulationError("pass at least one algorithm")
     for name in names:
-        if name not in ALGORITHMS:
-            raise tool.SimulationError(f"unknown algorithm {name!r}: choose from {', '.join(ALGORITHMS)}")
+        try:
+            ALGORITHMS.find(name)
+        except (ValueError, PluginError) as error:
+            raise tool.SimulationError(f"--algorithms: {error}") from error
     if options.figure and (problem := figure_problem(options.figure)):
         raise tool.SimulationError(problem)
     size, density = options.params or _PARAMS, _number("--density", options.density, float)

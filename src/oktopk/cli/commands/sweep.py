@@ -5,7 +5,8 @@
 
 Options after -- go to every `oktopk train`. Runs are done one after the other; the dense algorithm runs once per
 seed. Ctrl-C saves the current run and ends the sweep; the same command resumes it. If a run fails, the sweep
-continues with the next one. The table goes to stdout, and to FOLDER as sweep.csv and sweep.json.
+continues with the next one. The table goes to stdout, and to FOLDER as sweep.csv (runs), sweep_means.csv
+(means over seeds) and sweep.json.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from oktopk.utils.locks import FolderLock
 
 from ..errors import print_error
 from ..options import collect_options
+from ..parser import Parser, add_alias
 from ..parsing import split_list
 from .train import add_arguments as add_train_arguments
 
 SET_BY_SWEEP = ("out", "compressor", "compression", "density", "seed", "ranks")
 """Options of `oktopk train` that the sweep sets for each run."""
+ALIASES = {"--compressor": "algorithms", "--algorithm": "algorithms", "--density": "densities", "--seed": "seeds"}
+"""The same options as `oktopk train` calls them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--densities", default="0.01", metavar="D,E,…", help="densities (default: 0.01)")
     parser.add_argument("--seeds", default="0", metavar="S,T,…", help="seeds (default: 0)")
+    for flag, name in ALIASES.items():
+        add_alias(parser, flag, name)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="output folder for runs and tables"
     )
@@ -60,9 +66,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         _check(options)
         runs = tool.plan(
-            _parse_list("compressor", options.algorithms),
-            _parse_list("density", options.densities),
-            _parse_list("seed", options.seeds),
+            _parse_list("compressor", options.algorithms, "--algorithms"),
+            _parse_list("density", options.densities, "--densities"),
+            _parse_list("seed", options.seeds, "--seeds"),
         )
         return _sweep(options, runs)
     except (OkTopkError, OSError) as error:
@@ -104,17 +110,19 @@ def _check(options: argparse.Namespace) -> None:
     """Reject bad options once, before the first run."""
     if detect_rank(os.environ).world > 1:
         raise ConfigError("a sweep starts its own ranks: call it with --ranks N, without mpirun, torchrun or srun")
-    parser = argparse.ArgumentParser(prog="oktopk sweep … --", allow_abbrev=False, add_help=False)
+    parser = Parser(prog="oktopk sweep … --", add_help=False)
     add_train_arguments(parser)
     parsed = parser.parse_args(options.options)
     chosen = collect_options(parsed)
     for name in (*SET_BY_SWEEP, "resume", "override", "json"):
         if name in chosen or (name not in OPTIONS and getattr(parsed, name)):
-            raise ConfigError(f"--{name} after --: the sweep sets it for each run; see oktopk sweep --help")
+            own = ALIASES.get(f"--{name}")
+            instead = f": pass --{own} before --" if own else "; see oktopk sweep --help"
+            raise ConfigError(f"--{name} after --: the sweep sets it for each run{instead}")
     resolved = resolve(chosen | ({"ranks": options.ranks} if options.ranks else {}), os.environ, parsed.config)
     if not resolved.config.compression:
         origin = resolved.origins["compression"]
-        raise ConfigError(f"compression is False ({origin}), so all runs would be dense: remove it")
+        raise ConfigError(f"--compression is False ({origin}), so all runs would be dense: remove it")
 
 
 def _check_same(folder: Path, passed_on: Sequence[str]) -> None:
@@ -126,11 +134,11 @@ def _check_same(folder: Path, passed_on: Sequence[str]) -> None:
         )
 
 
-def _parse_list(name: str, text: str) -> list[Any]:
+def _parse_list(name: str, text: str, flag: str) -> list[Any]:
     found = split_list(text)
     if not found:
-        raise ConfigError(f"pass at least one {name}, got {text!r}")
-    return [parse(name, word, "command line") for word in found]
+        raise ConfigError(f"{flag} needs at least one value, got {text!r}")
+    return [parse(name, word, flag) for word in found]
 
 
 Form = Callable[[Any], str]

@@ -28,6 +28,7 @@ from oktopk.train.console import ProgressBarHandler
 from oktopk.train.launch import STARTED_BY_RANKS, RankInfo, check_world, detect_rank, run_ranks
 from oktopk.train.run import BAD_INPUT, train
 from oktopk.train.run_folder import CONFIG
+from oktopk.utils.schemas import add_schema
 
 from ..errors import print_error
 from ..options import add_config, add_option, collect_options
@@ -86,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         return run_ranks(ranks, [sys.executable, "-m", "oktopk", *options.words])
     outcome = train(resolved, info, resume)
     if options.json and info.rank == 0:
-        print(json.dumps({"folder": str(outcome.folder), **outcome.result}, indent=2))
+        print(json.dumps(add_schema("train", {"folder": str(outcome.folder), **outcome.result}), indent=2))
     return outcome.code
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...utils.extras import install_command
 from ..events import SPARSE, StepEvent
 from .base import Sink
 from .flat import Value, flat_reduction, flat_step
@@ -130,7 +131,7 @@ def _tensorboard() -> tuple[Any, Any]:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped,import-not-found,unused-ignore]
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError("TensorBoardSink needs tensorboard: pip install 'oktopk[train]'") from error
+        raise ImportError(f"TensorBoardSink needs tensorboard: {install_command('train')}") from error
     return SummaryWriter, Summary
 
 

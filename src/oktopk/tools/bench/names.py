@@ -10,25 +10,18 @@ from oktopk.engine.autotune import TRIAL
 from oktopk.engine.settings import Settings
 from oktopk.errors import OkTopkError
 from oktopk.tools.hooks import BF16, DDP, FP16, POWERSGD
-from oktopk.wire.message import VALUE_CODES
+from oktopk.utils.names import hint
+from oktopk.utils.registry import PluginError
+from oktopk.wire.codecs import VALUE_CODES
 
 BACKWARD, MEMORY, LINK = "backward", "limit-memory", "limit-link"
 REFERENCES = (BACKWARD, DDP, MEMORY)
 """References for all others: backward alone, plain DDP, and one pass over memory."""
-CONTENDERS = {
-    BACKWARD: "backward alone, without an exchange",
-    DDP: "plain DDP",
-    FP16: "DDP with torch's fp16_compress_hook",
-    BF16: "DDP with torch's bf16_compress_hook",
-    POWERSGD: "DDP with torch's powerSGD_hook, rank 1, one bucket",
-    **{name: f"DDP with oktopk's hook, {name}" for name in ALGORITHMS},
-    MEMORY: "one pass over memory, without backward: residual += gradient",
-    LINK: "the bytes of each sparse algorithm over the link, without backward",
-}
+TORCH = (DDP, FP16, BF16, POWERSGD)
+"""PyTorch's own ways to average."""
 AUTO, HOSTS = "auto", "hosts"
 FUSION = {"fused": 1_000_000_000, "apart": 0}
 """Selected entries up to which buckets share messages: all buckets, or each bucket apart."""
-VARIANTS = (*VALUE_CODES, AUTO, *FUSION, HOSTS)
 AUTO_DENSE = 14
 """Dense steps for the comparison of `auto`; DDP rebuilds its buckets after the first of them."""
 _WARMUP = 3
@@ -36,6 +29,19 @@ _WARMUP = 3
 
 class BenchError(OkTopkError, ValueError):
     """A measurement that is not possible."""
+
+
+def list_contenders(algorithms: Iterable[str] = ALGORITHMS) -> list[str]:
+    """All contenders: backward alone, PyTorch's ways, algorithms with those of plug-ins, and lower limits.
+
+    By default only plug-ins that can be used, which imports them.
+    """
+    return [BACKWARD, *TORCH, *algorithms, MEMORY, LINK]
+
+
+def list_variants() -> list[str]:
+    """All variants of our algorithms: value formats, and ways to exchange."""
+    return [*VALUE_CODES.names(), AUTO, *FUSION, HOSTS]
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ def parse_contender(name: str, values: str = "fp32") -> OwnContender | None:
     if algorithm not in ALGORITHMS:
         return None
     for variant in variants:
-        if variant not in VARIANTS:
-            raise BenchError(f"unknown variant {variant!r} of {algorithm}: choose from {', '.join(VARIANTS)}")
+        if variant not in VALUE_CODES and variant not in (AUTO, *FUSION, HOSTS):
+            raise BenchError(f"unknown variant {variant!r} of {algorithm}: {hint(variant, list_variants())}")
     formats = [variant for variant in variants if variant in VALUE_CODES]
     if len(formats) > 1:
         raise BenchError(f"{name!r} has {len(formats)} value formats: pass one")
@@ -91,8 +97,12 @@ def link_limit_target(name: str) -> str | None:
 def check_name(name: str) -> None:
     target = link_limit_target(name)
     found = parse_contender(name if target is None else target)
-    if (found is None and (target is not None or name not in CONTENDERS)) or name == LINK:
-        raise BenchError(f"unknown contender {name!r}: choose from {', '.join(CONTENDERS)}")
+    if found is not None or (target is None and name in (BACKWARD, *TORCH, MEMORY)):
+        return
+    problem = ALGORITHMS.problem(name.partition(":")[0])
+    if isinstance(problem, PluginError):
+        raise BenchError(str(problem)) from problem
+    raise BenchError(f"unknown contender {name!r}: {hint(name, list_contenders(ALGORITHMS.names()))}")
 
 
 def add_link_limits(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from oktopk.tools.hooks import BF16, FP16, POWERSGD
-from oktopk.wire.message import VALUE_CODES
+from oktopk.utils.names import hint
+from oktopk.utils.registry import PluginError
+from oktopk.wire.codecs import find_values
 
 from .names import (
     MEMORY,
@@ -50,20 +52,22 @@ class Plan:
         for name in self.names:
             check_name(name)
         if self.model not in MODELS:
-            raise BenchError(f"unknown model {self.model!r}: choose one of {', '.join(MODELS)}")
-        if self.values not in VALUE_CODES:
-            raise BenchError(f"unknown value format {self.values!r}: choose one of {', '.join(VALUE_CODES)}")
+            raise BenchError(f"unknown model {self.model!r}: {hint(self.model, MODELS)}")
+        try:
+            find_values(self.values)
+        except (ValueError, PluginError) as error:
+            raise BenchError(f"--values: {error}") from error
         if not 0 < self.density <= 1:
-            raise BenchError(f"density must be in (0, 1], got {self.density:g}")
+            raise BenchError(f"--density must be in (0, 1], got {self.density:g}")
         if self.model == "resnet50-shapes" and self.params != MODELS[self.model][0]:
             raise BenchError(f"{self.model} has {MODELS[self.model][0]:,} parameters: use --model synthetic")
         for name in ("ranks", "params", "steps", "timeout", "bucket_mb"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise BenchError(f"{name.replace('_', '-')} must be above 0, got {value:g}")
+                raise BenchError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
 
         if self.ranks_per_host < 1 or self.ranks % self.ranks_per_host:
-            raise BenchError(f"{self.ranks} ranks cannot be divided into {self.ranks_per_host} per host")
+            raise BenchError(f"--ranks {self.ranks} cannot be divided by --ranks-per-host {self.ranks_per_host}")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from oktopk.utils.extras import install_command
+
 from .findings import OK, PROBLEM, WARNING, Check, Finding, World, format_ranks
 from .speed_checks import compression_speedup, link_speed
 
@@ -44,7 +46,7 @@ def extras(world: World) -> Finding:
     if not missing:
         return Finding(OK, f"all packages for {', '.join(USES.values())} are installed")
     lines = [f"{USES[extra]}: missing {', '.join(packages)}" for extra, packages in missing.items()]
-    return Finding(OK, "\n".join(lines), f"if you need it: pip install 'oktopk[{','.join(missing)}]'")
+    return Finding(OK, "\n".join(lines), f"if you need it: {install_command(*missing)}")
 
 
 def backends(world: World) -> Finding:
@@ -70,11 +72,11 @@ def mpi(world: World) -> Finding:
     facts = world.of("mpi")
     own = facts[0]
     if own is None:
-        return Finding(OK, "mpi4py is not installed", "needed for mpirun only: pip install 'oktopk[mpi]'")
+        return Finding(OK, "mpi4py is not installed", f"needed for mpirun only: {install_command('mpi')}")
     abi = f", ABI {own['abi']}" if own["abi"] else ""
     library = f"mpi4py {own['mpi4py']} with {own['library']}{abi}"
     if (OPEN_MPI in own["built_for"]) != (OPEN_MPI in own["library"]):
-        advice = "install mpi4py for the installed library, or oktopk[mpi], which brings both"
+        advice = f"install mpi4py for the installed library, or both: {install_command('mpi')}"
         return Finding(PROBLEM, f"{library}, but built for {own['built_for']}", advice)
     if own["size"] is not None and own["size"] != world.request.started:
         found = f"mpirun started {world.request.started} processes, but each sees a world of {own['size']}"

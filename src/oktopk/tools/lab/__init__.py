@@ -13,12 +13,13 @@ No interface is attached to the machine's own namespace, so no packet enters or 
 named after the process that owns it; the next lab removes what a killed owner left behind.
 """
 
-from .hosts import Counters, Lab, lab_problem, parse_rate
+from .hosts import MAX_HOSTS, Counters, Lab, lab_problem, parse_rate
 from .job import Job, JobFailed, JobTimeout, RankResult
 from .namespaces import LabError
 from .user_namespace import enter_user_namespace
 
 __all__ = [
+    "MAX_HOSTS",
     "Counters",
     "Job",
     "JobFailed",

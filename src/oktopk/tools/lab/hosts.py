@@ -21,6 +21,7 @@ from .user_namespace import user_namespace_problem
 INTERFACE, PORT = "eth0", 29500
 MAX_HOSTS = 254
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg])bit")
+_NEARLY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])i?[bits/p]*", re.IGNORECASE)
 _QUEUE = "100ms"
 _GSO_BURST, _BURST_SECONDS = 128 * 1024, 1e-3
 """Burst size of tbf: a packet before segmentation (64 KiB), or what passes between two timer ticks."""
@@ -47,11 +48,27 @@ def parse_rate(rate: str) -> int:
     >>> parse_rate("2.5gbit")
     2500000000
     """
-    match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
-    bits = round(float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]) if match else 0
-    if not 1e3 <= bits <= 1e11:
-        raise ValueError(f"rate must be None or like '100mbit' or '1gbit', from 1kbit to 100gbit, got {rate!r}")
+    bits = _bits(rate) if isinstance(rate, str) else None
+    if bits is None:
+        raise ValueError(f"rate must be like 100mbit or 1gbit, from 1kbit to 100gbit, got {rate!r}{_meant(rate)}")
     return bits
+
+
+def _bits(rate: str) -> int | None:
+    match = _RATE.fullmatch(rate)
+    bits = round(float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]) if match else 0
+    return bits if 1e3 <= bits <= 1e11 else None
+
+
+def _meant(rate: str) -> str:
+    """The rate that was probably meant.
+
+    >>> _meant("100Mbps"), _meant("1 gibt"), _meant("fast"), _meant("999gbit")
+    (': did you mean 100mbit?', ': did you mean 1gbit?', '', '')
+    """
+    found = _NEARLY.fullmatch(str(rate).strip())
+    other = f"{found[1]}{found[2].lower()}bit" if found else ""
+    return f": did you mean {other}?" if _bits(other) else ""
 
 
 def _missing_requirement() -> str | None:

@@ -3,16 +3,15 @@
     ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
     local:density=0.01:average_state_every=50
 
-A new front end is a new kind: an entry of KINDS here, and of `attach.ATTACH`.
+A new front end is a new kind: an entry of TORCH here, and of `attach.ATTACH`.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
 from typing import Any, cast
 
 from oktopk.algorithms import ALGORITHMS, Algorithm
@@ -20,13 +19,15 @@ from oktopk.engine.settings import Options, Settings
 from oktopk.frontends.ddp import OkTopkState
 from oktopk.frontends.local import LocalOptimizer
 from oktopk.tools.hooks import BF16, DDP, FP16, HOOKS, POWERSGD
-from oktopk.wire.message import VALUE_CODES
+from oktopk.utils.names import hint
+from oktopk.utils.registry import PluginError
+from oktopk.wire.codecs import VALUE_CODES
 
 from .spec import RaceError
 
 ACCUMULATE, OURS, LOCAL = "accumulate", "ours", "local"
-KINDS = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, *ALGORITHMS, LOCAL)
-"""What the name of a contender begins with."""
+TORCH = (DDP, FP16, BF16, POWERSGD, ACCUMULATE)
+"""What the name of a contender begins with, unless it is one of our algorithms, or LOCAL."""
 _LR, _START, _BUCKETS, _PATTERNS, _ALGORITHM = "lr", "start", "buckets", "dense", "algorithm"
 _STATE_EVERY, _STATE = "average_state_every", "averaged_state"
 OF_LOCAL = (_STATE_EVERY, _STATE)
@@ -84,8 +85,11 @@ def parse_contender(text: str) -> Contender:
     'fp16'
     """
     head, *words = text.strip().split(":")
-    if head not in KINDS:
-        raise RaceError(f"unknown contender {head!r}: {_hint(head, KINDS)}")
+    if head not in (*TORCH, LOCAL) and head not in ALGORITHMS:
+        problem = ALGORITHMS.problem(head)
+        if isinstance(problem, PluginError):
+            raise RaceError(str(problem)) from problem
+        raise RaceError(f"unknown contender {head!r}: {hint(head, [*TORCH, *ALGORITHMS.names(), LOCAL])}")
     counts = [word for word in words if "=" not in word]
     given = dict(_setting(text, word, _known_keys(head)) for word in words if "=" in word)
     lr = _positive(text, _LR, given.pop(_LR, 1.0))
@@ -111,12 +115,16 @@ def _algorithm(text: str, head: str, given: dict[str, Any]) -> Algorithm:
     """The algorithm of one of ours: its name is the contender's, or a setting of a local one."""
     name = str(given.pop(_ALGORITHM, "oktopk")) if head == LOCAL else head
     if name not in ALGORITHMS:
-        raise RaceError(f"{text}: unknown algorithm {name!r}: {_hint(name, list(ALGORITHMS))}")
+        raise RaceError(f"{text}: unknown algorithm {name!r}: {hint(name, ALGORITHMS.names())}")
     return ALGORITHMS[name]()
 
 
 def _parse_ours(text: str, kind: str, algorithm: Algorithm, lr: float, given: dict[str, Any]) -> Contender:
     own = {name: given.pop(name) for name in _constants(algorithm) if name in given}
+    for name, value in own.items():
+        default = getattr(algorithm, name)
+        if isinstance(default, (int, float)) and not _is_like(value, default):
+            raise RaceError(f"{text}: {name} must be a number like {default}, got {value!r}")
     for name in (_PATTERNS, _STATE):
         if isinstance(given.get(name), str):
             given[name] = given[name].split("+")
@@ -127,7 +135,7 @@ def _parse_ours(text: str, kind: str, algorithm: Algorithm, lr: float, given: di
         algorithm = replace(algorithm, **own)
         contender = Contender(text, kind, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
         assert contender.settings is not None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, PluginError) as error:
         raise RaceError(f"{text}: {error}") from error
     return contender
 
@@ -135,6 +143,11 @@ def _parse_ours(text: str, kind: str, algorithm: Algorithm, lr: float, given: di
 def _constants(algorithm: Algorithm) -> list[str]:
     """The fields of the algorithm itself, such as tau."""
     return [item.name for item in fields(algorithm) if item.init] if is_dataclass(algorithm) else []
+
+
+def _is_like(value: object, default: float) -> bool:
+    kind = int if isinstance(default, int) else (int, float)
+    return isinstance(value, kind) and isinstance(value, bool) == isinstance(default, bool)
 
 
 def _known_keys(head: str) -> list[str]:
@@ -151,16 +164,11 @@ def _known_keys(head: str) -> list[str]:
 def _setting(text: str, word: str, known: list[str]) -> tuple[str, Any]:
     key, _, value = word.partition("=")
     if key not in known:
-        raise RaceError(f"{text}: unknown setting {key!r}: {_hint(key, known)}")
+        raise RaceError(f"{text}: unknown setting {key!r}: {hint(key, known)}")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return key, value
-
-
-def _hint(word: str, known: Sequence[str]) -> str:
-    close = get_close_matches(word, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
 
 
 def _positive(text: str, name: str, value: Any) -> float:

@@ -14,6 +14,8 @@ LOOPBACK = "none"
 """The link of cells that run on loopback."""
 FULL, QUALITY, TIMING = "full", "quality", "timing"
 """Kinds of cells: trained over the link; trained on loopback, for quality by step; timed over the link only."""
+_FLAGS = {"val_every": "val_every_steps"}
+"""Options of `oktopk race` with another name than their field of Race."""
 _TARGET = re.compile(r"\s*(?P<metric>\S(?:.*?\S)?)\s*(?P<way><=|>=|≤|≥)\s*(?P<value>[-+.\deE]+)\s*")
 
 
@@ -130,7 +132,12 @@ def race_difference(here: Race, there: Race) -> str | None:
             different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
             if different:
                 key = different[0]
-                return f"{key} is {theirs.get(key)} there and {mine.get(key)} here"
+                return _describe(key, theirs.get(key), mine.get(key))
         elif mine != theirs:
-            return f"{item.name.replace('_', ' ')} is {theirs} there and {mine} here"
+            return _describe(_FLAGS.get(item.name, item.name), theirs, mine)
     return None
+
+
+def _describe(name: str, there: object, here: object) -> str:
+    shown = ["not set" if value is None else str(value) for value in (there, here)]
+    return f"--{name.replace('_', '-')} is {shown[0]} there and {shown[1]} here"

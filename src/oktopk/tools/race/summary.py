@@ -12,6 +12,7 @@ from oktopk.algorithms.volume import WORD_BYTES, ring_words
 from oktopk.tools.crossover import Cost, measure_crossover, predict_crossover
 from oktopk.tools.hooks import DDP
 from oktopk.tools.lab import parse_rate
+from oktopk.utils.schemas import add_schema
 
 from .cells import Finished, Point
 from .compose import UNSTEADY, PhaseMean, compose, phase_means
@@ -86,7 +87,7 @@ def _trial(cell: Finished, link: str, how: str, phases: Mapping[str, PhaseMean],
         ended, metric = str(result["ended"]), str(result["metric"])
         steps, parameters = int(result["steps"]), int(result["parameters"])
     except (LookupError, TypeError, ValueError) as error:
-        raise RaceError(f"the result of {cell.spec.cell} cannot be read ({error!r}): remove its folder") from error
+        raise RaceError(f"the result of {cell.spec.cell} is incomplete or damaged: remove its folder") from error
     return Trial(
         spec.contender, link, spec.seed, how, ended, steps, seconds, sent, phases, curve, parameters, metric
     )
@@ -103,7 +104,7 @@ def build_summary(
         times = [one["seconds"]["mean"] for one in (dense, row) if one and one["seconds"]]
         row["ddp_over_it"] = times[0] / times[1] if len(times) == 2 and times[1] else None
     rows.sort(key=_rank)
-    return {
+    document = {
         "target": None if race.target is None else str(race.target),
         "seconds": race.seconds,
         "metric": trials[0].compared(race) if trials else None,
@@ -114,6 +115,7 @@ def build_summary(
         "deviations": _deviations(race, trials),
         "failures": [dict(one) for one in failures],
     }
+    return add_schema("race", document)
 
 
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from oktopk.tools.crossover import crossover_figures, format_rate
 from oktopk.tools.tables import format_table
+from oktopk.utils.schemas import add_schema
 
 from .crossings import bounds, find_crossings
 from .measure.costs import Costs
@@ -31,7 +32,7 @@ words/k: words of four bytes divided by k, with one word per index, as in the bo
 
 def report(question: Question, costs: Costs, answers: Sequence[Answer], link: str) -> dict[str, Any]:
     """Build the report; `link` says where α and β come from."""
-    return {
+    document = {
         "question": {
             "params": question.size, "density": question.density, "k": question.k,
             "latency_seconds": question.network.latency, "bandwidth_bytes": question.network.bandwidth,
@@ -49,6 +50,7 @@ def report(question: Question, costs: Costs, answers: Sequence[Answer], link: st
         "crossings": [asdict(crossing) for crossing in find_crossings(answers)],
         "costs": asdict(costs),
     }  # fmt: skip
+    return add_schema("simulate", document)
 
 
 def _answer(one: Answer, question: Question) -> dict[str, Any]:

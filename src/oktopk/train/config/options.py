@@ -2,87 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.engine.settings import GRADIENTS, UPDATES, Settings
 from oktopk.errors import OkTopkError
-from oktopk.wire.message import VALUE_CODES
+from oktopk.metrics.sinks import SINKS
+from oktopk.utils.names import closest
+from oktopk.utils.registry import PluginError
+from oktopk.wire.codecs import VALUE_CODES
 
 from ..tasks import WORKLOADS, Workload
 from ..tasks.schedules import SCHEDULES, Schedule
+from .kinds import ListOf, OneOf, integer, number, path, switch
 
-ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
+"""Where the value of an option comes from, besides configurations and networks."""
 
 
 class ConfigError(OkTopkError, ValueError):
     """An option has a value that cannot be used."""
 
 
-def integer(least: int, up_to: float = inf) -> Callable[[Any], int]:
-    wanted = f"a whole number from {least} " + ("on" if up_to == inf else f"up to {up_to}")
-
-    def parse(value: Any) -> int:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ValueError(wanted)
-        number = int(value)
-        if number >= 2**63:
-            raise ValueError("a number below 2^63")
-        if not least <= number <= up_to:
-            raise ValueError(wanted)
-        return number
-
-    parse.__name__ = "int"
-    return parse
-
-
-def number(above: float = -inf, up_to: float = inf, least: float = -inf) -> Callable[[Any], float]:
-    bounds = [f"above {above:g}"] * (above > -inf) + [f"from {least:g} on"] * (least > -inf)
-    wanted = " ".join(["a number", *bounds, *[f"up to {up_to:g}"] * (up_to < inf)])
-
-    def parse(value: Any) -> float:
-        if isinstance(value, bool) or not (above < float(value) <= up_to and least <= float(value) < inf):
-            raise ValueError(wanted)
-        return float(value)
-
-    parse.__name__ = "float"
-    return parse
-
-
-def switch(value: Any) -> bool:
-    text = str(value).strip().lower()
-    if text not in ON + OFF:
-        raise ValueError("True or False")
-    return text in ON
-
-
-def path(value: Any) -> Path:
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("a path without a zero byte")
-    return Path(value)
-
-
-path.__name__ = "Path"
-
-
-def one_of(names: Mapping[str, object] | tuple[str, ...]) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if str(value).lower() not in names:
-            raise ValueError(f"one of {', '.join(names)}")
-        return str(value).lower()
-
-    parse.__name__ = "str"
-    return parse
-
-
 def option(default: Any, parse: Callable[[Any], Any], topic: str, text: str) -> Any:
     return field(default=default, metadata={"parse": parse, "topic": topic, "help": text})
 
 
+def describe(name: str) -> str:
+    """The help of an option, with the names that it takes."""
+    meta = OPTIONS[name].metadata
+    names = f": {', '.join(meta['parse'].known())}" if isinstance(meta["parse"], OneOf) else ""
+    return str(meta["help"]).replace(NAMES, names)
+
+
+NAMES = "{names}"
+"""In the help of an option: the names that it takes, those of plug-ins included."""
 MODEL, LENGTH, OPTIMIZER, COMPRESSION, RANKS, OUTPUT = (
     *("model and data", "length of the run", "optimizer", "compression"),
     *("ranks", "output"),
@@ -93,7 +50,7 @@ MODEL, LENGTH, OPTIMIZER, COMPRESSION, RANKS, OUTPUT = (
 class TrainConfig:
     """The options of one run. None means the workload's default, or not set."""
 
-    dnn: str = option("lstman4", one_of(WORKLOADS), MODEL, f"network: {', '.join(WORKLOADS)}")
+    dnn: str = option("lstman4", OneOf(WORKLOADS), MODEL, f"network{NAMES}")
     dataset: str | None = option(None, str, MODEL, "dataset; each network has one, so it can be left out")
     data_dir: Path | None = option(None, path, MODEL, "data folder; without it, data is generated")
     pretrain: Path | None = option(
@@ -116,10 +73,7 @@ class TrainConfig:
     nsteps_update: int = option(1, integer(1), OPTIMIZER, "backward passes accumulated into one step")
     lr: float = option(0.01, number(above=0), OPTIMIZER, "initial learning rate")
     lr_schedule: str | None = option(
-        None,
-        one_of(SCHEDULES),
-        OPTIMIZER,
-        f"learning rate schedule: {', '.join(SCHEDULES)} (default: the network's own)",
+        None, OneOf(SCHEDULES), OPTIMIZER, f"learning rate schedule{NAMES} (default: the network's own)"
     )
     momentum: float | None = option(None, number(least=0, up_to=1), OPTIMIZER, "SGD momentum")
     weight_decay: float | None = option(None, number(least=0), OPTIMIZER, "weight decay")
@@ -135,7 +89,7 @@ class TrainConfig:
     max_skipped: int = option(25, integer(1), OPTIMIZER, "fail after this many non-finite steps in a row")
 
     compression: bool = option(True, switch, COMPRESSION, "False trains dense, whatever --compressor says")
-    compressor: str = option("oktopk", one_of(ALGORITHMS), COMPRESSION, f"algorithm: {', '.join(ALGORITHMS)}")
+    compressor: str = option("oktopk", OneOf(ALGORITHMS), COMPRESSION, f"algorithm{NAMES}")
     density: float = option(
         0.01,
         number(above=0, up_to=1),
@@ -171,9 +125,7 @@ class TrainConfig:
     tau_prime: int | None = option(
         None, integer(1), COMPRESSION, "steps between exact threshold evaluations (oktopk; default: 32)"
     )
-    values: str = option(
-        "fp32", one_of(tuple(VALUE_CODES)), COMPRESSION, f"values on the wire: {', '.join(VALUE_CODES)}"
-    )
+    values: str = option("fp32", OneOf(VALUE_CODES), COMPRESSION, f"values on the wire{NAMES}")
     fusion_entries: int = option(
         Settings.fusion_entries,
         integer(0),
@@ -203,6 +155,9 @@ class TrainConfig:
     out: Path | None = option(None, path, OUTPUT, "run folder (default: a new one in runs/)")
     save_every: int = option(0, integer(0), OUTPUT, "steps between checkpoints; 0: only at the end of every epoch")
     keep: int = option(3, integer(1), OUTPUT, "number of newest checkpoints to keep")
+    sinks: str | None = option(
+        None, ListOf(SINKS), OUTPUT, f"further sinks for metrics in the run folder, separated by commas{NAMES}"
+    )
 
     @property
     def workload(self) -> Workload:
@@ -228,7 +183,7 @@ FROM_WORKLOAD = ("dataset", "batch_size", "max_epochs", "momentum", "weight_deca
 """Options whose default the workload sets."""
 MAY_DIFFER = (
     *("max_epochs", "max_steps", "val_every", "pseudo_accuracy", "max_skipped", "sigma_scale"),
-    *("nworkers", "nwpernode", "ranks", "ranks_per_host", "timeout", "out", "save_every", "keep"),
+    *("nworkers", "nwpernode", "ranks", "ranks_per_host", "timeout", "out", "save_every", "keep", "sinks"),
 )
 """Options that a resumed run may change at will: its length, its output, and its ranks. All others decide what is
 computed.
@@ -236,7 +191,13 @@ computed.
 
 
 def parse(name: str, value: Any, origin: str) -> Any:
-    """Parse the value of an option; values from the command line and the environment are text."""
+    """Parse the value of an option; values from the command line and the environment are text.
+
+    Args:
+        name: the option.
+        value: as it was given.
+        origin: where it comes from, in words, or the flag of another command that has it.
+    """
     wanted = OPTIONS[name].metadata["parse"]
     try:
         if value is None:
@@ -244,14 +205,33 @@ def parse(name: str, value: Any, origin: str) -> Any:
         if isinstance(value, (list, dict)):
             raise ValueError("a single value")
         return wanted(value)
+    except PluginError as error:
+        raise ConfigError(f"{spell(name, origin)}: {error}") from error
     except (ValueError, TypeError, OverflowError) as error:
-        reason = str(error)
-        expected = reason if reason.startswith(("a ", "one of", "True")) else f"of type {wanted.__name__}"
-        raise ConfigError(f"{name} must be {expected}, got {_shorten(value)} ({origin})") from error
+        where = f" ({origin})" if spell(name, origin) == name else ""
+        close = closest(str(value), wanted.known()) if isinstance(wanted, OneOf) else None
+        meant = f": did you mean {close!r}?" if close else ""
+        raise ConfigError(f"{spell(name, origin)} must be {error}, got {_shorten(value)}{where}{meant}") from error
+
+
+def spell(name: str, origin: str = COMMAND_LINE) -> str:
+    """An option as it is written where its value comes from.
+
+    >>> spell("max_steps"), spell("max_steps", "environment OKTOPK_MAX_STEPS"), spell("max_steps", "config x.toml")
+    ('--max-steps', 'OKTOPK_MAX_STEPS', 'max_steps')
+    """
+    if origin == COMMAND_LINE:
+        return f"--{name.replace('_', '-')}"
+    if origin.startswith(ENVIRONMENT):
+        return origin.removeprefix(ENVIRONMENT).strip()
+    return origin if origin.startswith("--") else name
 
 
 def _shorten(value: Any) -> str:
+    """A value as it was written, as far as that is known."""
+    if isinstance(value, bool):
+        return str(value).lower()
     try:
-        return repr(value)
+        return repr(value) if isinstance(value, (str, list, dict)) else str(value)
     except (ValueError, RecursionError):  # a number with thousands of digits
         return "something too long to show"

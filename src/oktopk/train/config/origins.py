@@ -6,20 +6,30 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from oktopk.engine.settings import UPDATES
 from oktopk.utils.files import read_regular
+from oktopk.utils.names import closest, hint
 
 from ..tasks import WORKLOADS
-from .options import FROM_WORKLOAD, MAY_DIFFER, OPTIONS, ConfigError, TrainConfig, parse
+from .options import (
+    COMMAND_LINE,
+    DEFAULT,
+    ENVIRONMENT,
+    FROM_WORKLOAD,
+    MAY_DIFFER,
+    OPTIONS,
+    ConfigError,
+    TrainConfig,
+    parse,
+    spell,
+)
 
 PREFIX = "OKTOPK_"
 _LARGEST = 1 << 20
-COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ def find_differences(saved: TrainConfig, now: ResolvedConfig) -> list[str]:
     for name, origin in now.origins.items():
         old, new = getattr(saved, name), getattr(now.config, name)
         if name not in MAY_DIFFER and _absolute(old) != _absolute(new):
-            found.append(f"{name} is {_shown(old)} in the run, {_shown(new)} now ({origin})")
+            found.append(f"{spell(name)} is {_shown(old)} in the run, {_shown(new)} now ({origin})")
     return found
 
 
@@ -119,7 +129,9 @@ def read_config(name: str | os.PathLike[str]) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"config {name}: {getattr(error, 'strerror', None) or error}") from error
     else:
-        raise ConfigError(f"no config {str(name)!r}: pass a TOML file or one of {', '.join(known)}")
+        close = closest(str(name), known)
+        meant = f"did you mean {close!r}?" if close else f"pass a TOML file or one of {', '.join(known)}"
+        raise ConfigError(f"no config {str(name)!r}: {meant}")
     return _options(text, f"config {name}")
 
 
@@ -135,9 +147,7 @@ def _options(text: str, origin: str) -> dict[str, Any]:
     values = {key.replace("-", "_"): value for key, value in table.items()}
     for name in values:
         if name not in OPTIONS:
-            close = get_close_matches(name, OPTIONS, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(OPTIONS)}"
-            raise ConfigError(f"{origin}: unknown option {name}; {hint}")
+            raise ConfigError(f"{origin}: unknown option {name!r}: {hint(name, OPTIONS)}")
     return values
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from oktopk.utils.extras import install_command
+
 VOCABULARY = 30_522
 POSITIONS = 512
 
@@ -37,6 +39,6 @@ def _bert(**settings: Any) -> nn.Module:
     try:
         transformers = import_module("transformers")  # imported here: it takes seconds
     except ImportError as error:
-        raise ImportError("BERT needs transformers: pip install transformers") from error
+        raise ImportError(f"BERT needs transformers: {install_command('train')}") from error
     model: nn.Module = transformers.BertForPreTraining(transformers.BertConfig(**settings))
     return model

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from oktopk.metrics.sinks.flat import finite
+from oktopk.utils.schemas import add_schema
 
 from .answers import answers, first_sparse
 from .messages import count_messages
@@ -25,7 +26,7 @@ def build_report(runs: Sequence[Run]) -> dict[str, Any]:
     most = max(50, min(MOST_POINTS, POINTS_OF_ALL_RUNS // max(1, len(runs))))
     every = [describe_run(run, most) for run in runs]
     document: dict[str, Any] = finite({"runs": every, "finals": [summarize_run(one) for one in every]})
-    return document
+    return add_schema("report", document)
 
 
 def describe_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:

@@ -113,12 +113,12 @@ class Run:
         return max((len(ranks) for epoch in self.epochs for ranks in epoch.sent_bytes.values()), default=None)
 
 
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """Find the run folders; the folder of a sweep stands for all of its runs."""
+def find_runs(paths: Iterable[Path], most: float = MOST_RUNS) -> list[Path]:
+    """Find the run folders, at most so many; the folder of a sweep stands for all of its runs."""
     found = [folder for path in paths for folder in _runs_in(path)]
     unique = list(dict.fromkeys(folder.resolve() for folder in found))
-    if len(unique) > MOST_RUNS:
-        raise ReportError(f"{len(unique)} runs are too many for one page: pass at most {MOST_RUNS}")
+    if len(unique) > most:
+        raise ReportError(f"{len(unique)} runs are too many for one page: pass at most {most:g}")
     return unique
 
 

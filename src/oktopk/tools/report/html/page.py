@@ -12,6 +12,7 @@ from string import Template
 from typing import Any
 
 from oktopk.errors import OkTopkError
+from oktopk.utils.extras import install_command
 
 from . import tables
 from .charts import make_charts
@@ -148,6 +149,6 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise PlotlyMissing(f"the page needs plotly: pip install 'oktopk[report]' ({error})") from None
+        raise PlotlyMissing(f"the page needs plotly: {install_command('report')} ({error})") from None
     script: str = get_plotlyjs()
     return script.replace("\r\n", "\n").replace("</script", "<\\/script")

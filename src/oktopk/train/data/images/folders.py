@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oktopk.utils.extras import install_command
 from oktopk.utils.files import open_regular
 
 from ..problems import DataError, Problem, format_problems
@@ -212,5 +213,5 @@ def _pillow() -> ModuleType:
     try:
         import PIL.Image  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        raise DataError("image files need the package pillow: pip install 'oktopk[train]'") from error
+        raise DataError(f"image files need the package pillow: {install_command('train')}") from error
     return PIL.Image  # type: ignore[no-any-return, unused-ignore]

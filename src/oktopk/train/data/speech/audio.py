@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oktopk.utils.extras import install_command
 from oktopk.utils.files import atomic_path, open_regular
 
 from ..problems import DataError
@@ -131,5 +132,5 @@ def _soundfile() -> ModuleType:
     try:
         import soundfile  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
-        raise DataError("sound files need the package soundfile: pip install 'oktopk[train]'") from error
+        raise DataError(f"sound files need the package soundfile: {install_command('train')}") from error
     return soundfile  # type: ignore[no-any-return, unused-ignore]
