@@ -168,7 +168,7 @@ def _sparse_allreduce(
     algorithm: str | Algorithm,
     residual: Tensor | None,
     *,
-    values: str,
+    values: str | ValueCodec,
     indices: str,
     out: Tensor | None,
     state: Any,

@@ -99,7 +99,7 @@ class TrainConfig:
     warmup_steps: int = option(128, integer(0), COMPRESSION, "dense steps before the sparse phase")
     average: str = option(
         GRADIENTS,
-        one_of((GRADIENTS, UPDATES)),
+        OneOf(dict.fromkeys((GRADIENTS, UPDATES))),
         COMPRESSION,
         "what ranks average: gradients, or updates: every rank runs its own optimizer, and what it would add to "
         "the parameters is compressed (for adaptive optimizers such as AdamW)",
