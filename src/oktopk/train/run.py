@@ -17,13 +17,14 @@ from torch import nn
 from oktopk import DistributedOptimizer
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import Communicator, agree, gather_json
+from oktopk.engine.settings import AUTO
 
 from .building import build_optimizer, build_task
 from .checkpoint.snapshot import CheckpointError, ModelIdentity
 from .checkpoint.storage import Checkpoints
 from .collective_errors import mark_collective
-from .config.options import ConfigError, TrainConfig
-from .config.origins import COMMAND_LINE, ENVIRONMENT, ResolvedConfig, to_toml
+from .config.options import ConfigError, TrainConfig, format_schedule
+from .config.origins import COMMAND_LINE, DEFAULT, ENVIRONMENT, ResolvedConfig, to_toml
 from .config.plan import Plan
 from .console import format_summary, log_start
 from .data.problems import DataError
@@ -62,7 +63,8 @@ def train_rank(
     with _agree_on_errors(comm, resolved):
         folder = _choose_folder(comm, resolved.config, resume)
         task = build_task(resolved.config, info.rank, info.world, info.local_rank)
-    plan = _make_plan(resolved.config, task, info)
+    parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    plan = Plan.of(resolved.config, task.steps_per_epoch, parameters, info.world)
     with _open_folder(comm, folder, resolved, resume) as run_folder:
         if comm.rank == 0:
             log_start(resolved, info.launcher, task, plan)
@@ -83,8 +85,11 @@ def _fit(
     identity = ModelIdentity.of(config.dnn, task.model)
     checkpoints = Checkpoints(folder.checkpoints, identity, config.keep)
     if plan.sparse_steps:
-        _compile_kernels(config, next(task.model.parameters()).device, comm.rank == 0)
-    with _make_optimizer(config, task.model, comm) as optimizer:
+        numbered = replace(config, density=plan.densities[0])
+        _compile_kernels(numbered, next(task.model.parameters()).device, comm.rank == 0)
+    # A warm-up that nobody has given may be a share of the run.
+    chosen = config.warmup_steps == AUTO or resolved.origins["warmup_steps"] == DEFAULT
+    with _make_optimizer(config, task.model, comm, plan.steps if chosen else None) as optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
         if resume:
@@ -139,22 +144,6 @@ def _choose_folder(comm: Communicator, config: TrainConfig, resume: bool) -> Pat
     return Path(chosen["path"])
 
 
-def _make_plan(config: TrainConfig, task: Task[Any], info: RankInfo) -> Plan:
-    assert config.max_epochs is not None
-    return Plan(
-        steps_per_epoch=task.steps_per_epoch,
-        max_epochs=config.max_epochs,
-        max_steps=config.max_steps,
-        warmup_steps=config.warmup_steps,
-        algorithm=config.algorithm,
-        density=config.density,
-        parameters=sum(parameter.numel() for parameter in task.model.parameters()),
-        world=info.world,
-        ramp_steps=config.ramp_steps,
-        ranks_per_host=config.ranks_per_host,
-    )
-
-
 @contextmanager
 def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resume: bool) -> Iterator[RunFolder]:
     """Open the run folder; if rank 0 cannot write to it, all ranks fail."""
@@ -169,13 +158,15 @@ def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resum
             raise
 
 
-def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
+def _make_optimizer(
+    config: TrainConfig, model: nn.Module, comm: Communicator, total_steps: int | None = None
+) -> DistributedOptimizer:
     return DistributedOptimizer(
         build_optimizer(config, model),
         model=model,
         algorithm=_make_algorithm(config),
-        density=config.density,
-        warmup_steps=config.warmup_steps,
+        density=config.densities,
+        warmup_steps=config.warmup_steps if isinstance(config.warmup_steps, int) else None,
         norm_clip=config.norm_clip,
         comm=comm,
         backward_passes=config.nsteps_update,
@@ -186,6 +177,10 @@ def _make_optimizer(config: TrainConfig, model: nn.Module, comm: Communicator) -
         fusion_entries=config.fusion_entries,
         max_skipped=config.max_skipped,
         ranks_per_host=config.ranks_per_host,
+        budget=config.budget,
+        min_density=config.min_density,
+        warmup_values=config.warmup_values,
+        total_steps=total_steps,
     )
 
 
@@ -221,8 +216,15 @@ def _warn_unused_options(resolved: ResolvedConfig) -> None:
     if config.algorithm != "oktopk":
         unused |= dict.fromkeys(("tau", "tau_prime"), f"{config.algorithm} has no such constant")
     if config.algorithm == "dense":
-        names = ("density", "warmup_steps", "ramp_steps", "values", "auto")
+        names = (
+            *("density", "warmup_steps", "ramp_steps", "values", "auto"),
+            *("warmup_values", "budget", "min_density"),
+        )
         unused |= dict.fromkeys(names, "the run is dense")
+    elif config.density != AUTO:
+        unused |= dict.fromkeys(("budget", "min_density"), "--density is not auto")
+    if isinstance(config.densities, tuple):
+        unused |= dict.fromkeys(("ramp_steps", "auto"), "the schedule of --density decides every step")
     if not config.compression:
         unused["compressor"] = "--compression is False"
     if workload.dataset != "an4":
@@ -256,6 +258,7 @@ def _result(trainer: Trainer, finished: bool) -> dict[str, Any]:
         "metric": trainer.task.metric,
         "validations": trainer.validations,
         "phases": trainer.in_run.rows(),
+        "schedule": format_schedule(trainer.optimizer.schedule),
     }
 
 

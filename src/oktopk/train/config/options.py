@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.engine.settings import Settings
+from oktopk.engine.settings import AUTO, MOST_DENSITY, WARMUP_VALUES, Pairs, Settings, check_pairs
 from oktopk.errors import OkTopkError
 from oktopk.wire.message import VALUE_CODES
 
@@ -17,6 +17,7 @@ from ..tasks import WORKLOADS, Workload
 from ..tasks.schedules import SCHEDULES, Schedule
 
 ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_DENSE = "dense"
 
 
 class ConfigError(OkTopkError, ValueError):
@@ -51,6 +52,43 @@ def number(above: float = -inf, up_to: float = inf, least: float = -inf) -> Call
 
     parse.__name__ = "float"
     return parse
+
+
+def or_auto(parse_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        return AUTO if str(value).strip().lower() == AUTO else parse_number(value)
+
+    parse.__name__ = f"{parse_number.__name__} or auto"
+    return parse
+
+
+def density(value: Any) -> float | str:
+    """A number, "auto", or steps with their densities as text."""
+    if ":" in str(value):
+        try:
+            return format_schedule(parse_schedule(str(value)))
+        except ValueError as error:
+            raise ValueError(f"a number, auto, or steps with densities like 0:dense,128:0.01 ({error})") from error
+    found: float | str = or_auto(number(above=0, up_to=1))(value)
+    return found
+
+
+density.__name__ = "float or auto"
+
+
+def parse_schedule(text: str) -> Pairs:
+    """Parse steps with their densities.
+
+    >>> parse_schedule("0:dense,128:0.01")
+    ((0, None), (128, 0.01))
+    """
+    pairs = [word.split(":") for word in text.lower().split(",")]
+    return check_pairs([(int(step), None if found.strip() == _DENSE else float(found)) for step, found in pairs])
+
+
+def format_schedule(pairs: Iterable[tuple[int, float | None]]) -> str:
+    """Write steps with their densities as --density takes them."""
+    return ",".join(f"{step}:{_DENSE if found is None else repr(float(found))}" for step, found in pairs)
 
 
 def switch(value: Any) -> bool:
@@ -131,13 +169,34 @@ class TrainConfig:
 
     compression: bool = option(True, switch, COMPRESSION, "False trains dense, whatever --compressor says")
     compressor: str = option("oktopk", one_of(ALGORITHMS), COMPRESSION, f"algorithm: {', '.join(ALGORITHMS)}")
-    density: float = option(
+    density: float | str = option(
         0.01,
+        density,
+        COMPRESSION,
+        "fraction of its gradient entries that a rank sends in a sparse step; auto: the largest one within "
+        "--budget, by measurement; 0:dense,128:0.01: from each step on, as in the schedule of a result.json",
+    )
+    budget: float = option(
+        Settings.budget,
         number(above=0, up_to=1),
         COMPRESSION,
-        "fraction of its gradient entries that a rank sends in a sparse step",
+        "with --density auto: exposed communication that depends on the density, as a share of a step without it",
     )
-    warmup_steps: int = option(128, integer(0), COMPRESSION, "dense steps before the sparse phase")
+    min_density: float = option(
+        Settings.min_density,
+        number(above=0, up_to=MOST_DENSITY),
+        COMPRESSION,
+        "the smallest density that --density auto may choose",
+    )
+    warmup_steps: int | str = option(
+        128, or_auto(integer(0)), COMPRESSION, "dense steps before the sparse phase; auto: a share of the run"
+    )
+    warmup_values: str = option(
+        Settings.warmup_values,
+        one_of(WARMUP_VALUES),
+        COMPRESSION,
+        f"sum the dense steps of the warm-up in this format: {', '.join(WARMUP_VALUES)}",
+    )
     momentum_correction: bool = option(
         False,
         switch,
@@ -201,8 +260,18 @@ class TrainConfig:
         return 0.0 if self.momentum_correction else self.momentum or 0.0
 
     @property
+    def densities(self) -> float | str | Pairs:
+        """--density as the library takes it."""
+        return read_density(self.density)
+
+    @property
     def algorithm(self) -> str:
         return self.compressor if self.compression else "dense"
+
+
+def read_density(value: float | str) -> float | str | Pairs:
+    """The value of --density as the library takes it."""
+    return parse_schedule(value) if isinstance(value, str) and value != AUTO else value
 
 
 OPTIONS: dict[str, Field[Any]] = {item.name: item for item in fields(TrainConfig)}
