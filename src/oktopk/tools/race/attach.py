@@ -104,12 +104,12 @@ class _Ours(Attached):
             algorithm=contender.algorithm, **{**contender.options, "warmup_steps": contender.warmup_steps}
         ).register(self.model, optimizer)
         assert contender.settings is not None
-        self._settings = contender.settings
+        self._ramp_steps = contender.settings.ramp_steps
 
     def phase(self, step: int) -> str:
         assert self._state.last is not None
         phase = self._state.last.phase
-        ramp = self._settings.ramp_steps and step < self._settings.warmup_steps + self._settings.ramp_steps
+        ramp = self._ramp_steps and step < self.contender.warmup_steps + self._ramp_steps
         return RAMP if ramp and phase == SPARSE else phase
 
     def sent_bytes(self, step: int) -> float:

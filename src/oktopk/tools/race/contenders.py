@@ -1,23 +1,24 @@
 """The contenders by name: PyTorch's own, and ours with any settings.
 
     ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
+    oktopk:density=auto:budget=0.2:warmup_steps=None:total_steps=500:warmup_values=fp16
 
 A new front end is a new kind: an entry of KINDS here, and of `attach.ATTACH`.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
 from typing import Any, cast
 
 from oktopk.algorithms import ALGORITHMS, Algorithm
-from oktopk.engine.settings import Options, Settings
+from oktopk.engine.autotune import Schedule
+from oktopk.engine.settings import AUTO, Options, Settings
 from oktopk.frontends.ddp import OkTopkState
 from oktopk.tools.hooks import BF16, DDP, FP16, HOOKS, POWERSGD
+from oktopk.tools.key_values import SettingError, hint, parse_setting
 from oktopk.wire.message import VALUE_CODES
 
 from .spec import RaceError
@@ -63,6 +64,11 @@ class Contender:
         given.pop(_BUCKETS, None)
         return Settings.from_options(self.algorithm, options=cast(Options, given), **main)
 
+    @property
+    def follows_link(self) -> bool:
+        """Whether its steps depend on the link: dense or sparse, or the density, by measurement."""
+        return self.settings is not None and (self.settings.auto or self.settings.density == AUTO)
+
     def with_warmup(self, most: int) -> Contender:
         """The same with at most so many dense steps before compression, to time both phases in few steps."""
         return replace(self, warmup_steps=min(self.warmup_steps, most))
@@ -78,9 +84,12 @@ def parse_contender(text: str) -> Contender:
     """
     head, *words = text.strip().split(":")
     if head not in KINDS:
-        raise RaceError(f"unknown contender {head!r}: {_hint(head, KINDS)}")
+        raise RaceError(f"unknown contender {head!r}: {hint(head, KINDS)}")
     counts = [word for word in words if "=" not in word]
-    given = dict(_setting(text, word, _known_keys(head)) for word in words if "=" in word)
+    try:
+        given = dict(parse_setting(word, _known_keys(head)) for word in words if "=" in word)
+    except SettingError as error:
+        raise RaceError(f"{text}: {error}") from error
     lr = _positive(text, _LR, given.pop(_LR, 1.0))
     if head in ALGORITHMS:
         if counts:
@@ -109,6 +118,10 @@ def _parse_ours(text: str, algorithm: Algorithm, lr: float, given: dict[str, Any
         algorithm = replace(algorithm, **own)
         contender = Contender(text, OURS, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
         assert contender.settings is not None
+        if warmup is None:  # by the rule, as numbers
+            schedule = Schedule.of(contender.settings)
+            options = {**given, "ramp_steps": schedule.ramp_steps}
+            contender = replace(contender, warmup_steps=schedule.warmup_steps, options=options)
     except (ValueError, TypeError) as error:
         raise RaceError(f"{text}: {error}") from error
     return contender
@@ -124,21 +137,6 @@ def _known_keys(head: str) -> list[str]:
         settings = [item.name for item in fields(Settings) if item.name != "algorithm"]
         return [_LR, *settings, _BUCKETS, *_constants(ALGORITHMS[head]())]
     return [_LR, _START] if head == POWERSGD else [_LR]
-
-
-def _setting(text: str, word: str, known: list[str]) -> tuple[str, Any]:
-    key, _, value = word.partition("=")
-    if key not in known:
-        raise RaceError(f"{text}: unknown setting {key!r}: {_hint(key, known)}")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return key, value
-
-
-def _hint(word: str, known: Sequence[str]) -> str:
-    close = get_close_matches(word, known, 1)
-    return f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
 
 
 def _positive(text: str, name: str, value: Any) -> float:
