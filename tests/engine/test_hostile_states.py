@@ -6,7 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 import oktopk
 from oktopk.algorithms.oktopk import GlobalThreshold, OkTopkTracking
 from oktopk.algorithms.selection import Tracker
+from oktopk.engine.density import Course
 from oktopk.wire.sparse_vector import SparseVector
 from tests.support import stepping
 from tests.support.stepping import SHAPES, State, on_ranks, record_steps, reducer_on
@@ -54,6 +55,14 @@ def edges(*values: Any) -> Spoil:
 
 def memory(name: str, value: Any) -> Spoil:
     return put(name, "c", value=value)
+
+
+INFINITE = {"fixed": 0.0, "slope": math.inf, "base": 1.0}
+
+
+def course(**changes: Any) -> dict[str, Any]:
+    """Where a density by measurement has got to."""
+    return {**asdict(Course(0, 0.04)), **changes}
 
 
 C = 200  # entries of the first bucket, "c", and of its group
@@ -100,6 +109,11 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "a negative step": (put("step", value=-1), "step must be an integer from 0"),
     "a step that is a text": (put("step", value="3"), "step must be an integer from 0"),
     "times of NaN": (put("autotune", "seconds", value=[math.nan, 1.0]), "step times must be finite"),
+    "a schedule that falls": (put("schedule", value=[[3, 0.1], [2, 0.2]]), "steps that rise"),
+    "a schedule of more than all": (put("schedule", value=[[0, 7.0]]), "densities in (0, 1]"),
+    "a course of NaN": (put("autotune", "density", value=course(density=math.nan)), "density must be in (0, 1]"),
+    "a course that never ends": (put("autotune", "density", value=course(start=-1)), "integers from 0"),
+    "infinite costs": (put("autotune", "density", value=course(costs=INFINITE)), "costs must be finite"),
     "a negative bucket size": (put("buckets", 0, "sizes", value=[-200]), "a bucket of"),
     "sizes for other names": (put("buckets", 0, "sizes", value=[100, 100]), "a bucket of"),
     "a parameter in two buckets": (put("buckets", 1, "names", value=["c", "d"]), "every parameter once"),

@@ -26,6 +26,8 @@ SEVERAL = [["c"], ["a", "d"], ["b"]]
 LAYOUTS: dict[str, Any] = {"one bucket": "model", "several buckets": SEVERAL}
 SPARSE = [name for name in oktopk.ALGORITHMS if name != "dense"]
 COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
+HISTORY = (*COUNTERS, "schedule")
+"""What also changes with a step that is skipped."""
 EPSILON = torch.finfo(torch.float32).eps
 
 

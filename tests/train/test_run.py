@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -85,6 +86,24 @@ def test_a_run_that_is_interrupted_and_resumed_is_the_same_to_the_bit(
     assert resumed.outcome.code == 0
     assert resumed.trainers[0].optimizer._engine.state_dict()  # residuals are part of what is compared
     assert_same_run(whole, resumed)
+
+
+def test_a_run_with_a_measured_density_repeats_from_its_result(runs: Runs) -> None:
+    """Its densities are the clock's; those of the second run are in the result of the first."""
+    options = {"world": 2, "max_epochs": 2, "warmup_steps": "auto", "warmup_values": "bf16"}
+    recipe = Recipe(samples=40 * BATCH * 2)
+    first = runs("first", recipe=recipe, density="auto", **options)
+    assert first.result["density"] == "auto"
+    assert first.result["schedule"].startswith("0:dense,2:0.25,")
+    plan = json.loads((first.folder / "plan.json").read_text())
+    assert (plan["dense_steps"], plan["sparse_steps"], plan["ramp_steps"]) == (2, 78, 7)
+    assert "a density of 0.01 to 0.25 by measurement" in (first.folder / "train.log").read_text()
+    again = runs("again", recipe=recipe, density=first.result["schedule"], **options)
+    assert again.result["schedule"] == first.result["schedule"]
+    for one, other in zip(first.trainers, again.trainers, strict=True):
+        assert torch.equal(parameters(one), parameters(other))
+    losses = [[(line["step"], line["loss"]) for line in ran.lines("train")] for ran in (first, again)]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("step", [2, 3])

@@ -13,6 +13,7 @@ from oktopk.train.config.origins import shipped_configs
 from .parsing import parse_seconds
 
 _METAVARS = {"int": "N", "float": "X", "str": "NAME", "Path": "PATH", "switch": "True|False"}
+_METAVARS |= {"int or auto": "N|auto", "float or auto": "X|auto"}
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

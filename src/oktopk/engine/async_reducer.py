@@ -230,6 +230,12 @@ class AsyncReducer:
         """The buckets of the last step, or of the checkpoint that was loaded."""
         return tuple(self._steps.buckets)
 
+    @property
+    def schedule(self) -> list[tuple[int, float | None]]:
+        """The density of every step so far, as pairs (step, density): from that step on; None is dense."""
+        self.drain()
+        return list(self._steps.schedule)
+
     def add_sink(self, sink: MetricsSink) -> None:
         """Pass every step from now on to one more sink."""
         self.drain()
@@ -262,6 +268,8 @@ class AsyncReducer:
         if self.settings.auto:
             figures["prefers_dense"] = float(steps.autotune.prefers_dense)
             figures["dense_step_seconds"], figures["sparse_step_seconds"] = steps.autotune.agreed
+        if steps.autotune.budget is not None:
+            figures |= steps.autotune.budget.figures()
         return figures
 
     def state_dict(self) -> dict[str, Any]:
@@ -298,9 +306,10 @@ class AsyncReducer:
             sink.close()
 
     def __repr__(self) -> str:
-        settings = self.settings
+        settings, density = self.settings, self.settings.density
+        shown = f"{len(density)} pairs" if isinstance(density, tuple) else repr(density)
         return (
-            f"algorithm={settings.algorithm.name!r}, density={settings.density:g}, "
+            f"algorithm={settings.algorithm.name!r}, density={shown}, "
             f"warmup_steps={settings.warmup_steps}, step={self.step}, rank {self.rank} of {self.world}"
         )
 

@@ -1,5 +1,6 @@
 """Dense or sparse: decided once per step, by the warm-up rule and, with `auto`, by measured step times.
 
+With density="auto" the density of sparse steps follows a budget (`density.py`), and the first trial comes later.
 Whole steps are compared, because a dense sum may be hidden behind backward where a faster sparse exchange is not.
 
     warm-up, ramp │ 8 sparse steps │ the faster way … │ 4 of the other way │ the faster way … │ 4 of the other …
@@ -11,8 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -21,13 +23,16 @@ import torch
 
 from ..algorithms import Dense
 from ..comm import Communicator
-from ..errors import WireError
-from .settings import Settings
+from .density import WINDOW, DensityBudget, gather_seconds, read_course
+from .settings import AUTO, WARMUP_VALUES, Pairs, Settings
 
 _log = logging.getLogger(__name__)
 
 RAMP_FROM = 0.25
 """The density at which a ramp begins."""
+WARMUP_SHARE, LONGEST_WARMUP = 0.02, 128
+RAMP_SHARE, LONGEST_RAMP = 0.08, 512
+"""Shares of a run, and most steps, that are dense and that ramp if `warmup_steps` is None."""
 TRIAL = 8
 """Sparse steps before the first decision; the first ones compile kernels and evaluate thresholds exactly."""
 RETRIAL = 4
@@ -35,29 +40,57 @@ FIRST_RETEST = 256
 GAIN = 0.97
 """Sparse steps must be at least this much faster, or training stays dense: a tie is not worth a residual."""
 _TIMED_DENSE_STEPS = 4
-"""A shorter warm-up is followed by dense steps until so many have been timed."""
+"""A shorter warm-up is followed by dense steps until so many have been timed; those in 16 bits do not count."""
+_SETTLING = 2 * WINDOW
+"""Sparse steps before the first trial, if the density is chosen by measurement."""
+
+
+def plan_warmup(total_steps: int) -> tuple[int, int]:
+    """The rule behind `warmup_steps=None`: (dense steps, ramp steps) of a run of so many.
+
+    >>> plan_warmup(500), plan_warmup(10_000)
+    ((10, 40), (128, 512))
+    """
+    dense, ramp = math.ceil(WARMUP_SHARE * total_steps), math.ceil(RAMP_SHARE * total_steps)
+    return min(LONGEST_WARMUP, dense), min(LONGEST_RAMP, ramp)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The warm-up rule: steps 0 … warmup_steps - 1 are dense. Then, if asked for, the density falls by the same
-    factor on each of `ramp_steps` steps, from 25 % to the final one.
+    factor on each of `ramp_steps` steps, from 25 % to the final one. Pairs give the density from each step on
+    instead, and have no ramp.
 
     >>> Schedule(0.01, warmup_steps=2).density_at(1) is None
     True
     >>> [round(Schedule(0.01, 2, ramp_steps=2).density_at(step), 3) for step in (2, 3, 4)]
     [0.25, 0.05, 0.01]
+    >>> [Schedule(((0, None), (3, 0.04), (5, 0.01)), 1).density_at(step) for step in (0, 1, 3, 4, 5)]
+    [None, None, 0.04, 0.04, 0.01]
     """
 
-    density: float
+    density: float | Pairs
     warmup_steps: int = 128
     ramp_steps: int = 0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Schedule:
+        """The rule that settings ask for; a density that is chosen by measurement begins at its least."""
+        density = settings.min_density if isinstance(settings.density, str) else settings.density
+        if settings.warmup_steps is not None:
+            return cls(density, settings.warmup_steps, settings.ramp_steps)
+        assert settings.total_steps is not None
+        warmup_steps, ramp_steps = plan_warmup(settings.total_steps)
+        return cls(density, warmup_steps, settings.ramp_steps or ramp_steps)
 
     def density_at(self, step: int) -> float | None:
         """The density of a sparse step; None for a dense one."""
         done = step - self.warmup_steps
         if done < 0:
             return None
+        if isinstance(self.density, tuple):
+            last = bisect_right(self.density, step, key=lambda pair: pair[0]) - 1
+            return self.density[max(0, last)][1]
         if done >= self.ramp_steps or self.density >= RAMP_FROM:
             return self.density
         return RAMP_FROM * math.pow(self.density / RAMP_FROM, done / self.ramp_steps)
@@ -66,9 +99,12 @@ class Schedule:
         """How many steps at the final density come before this one; negative during warm-up and ramp."""
         return step - self.warmup_steps - self.ramp_steps
 
-    def dense_steps(self, total: int) -> int:
-        """How many of the first `total` steps are dense warm-up."""
-        return min(total, self.warmup_steps)
+    def sparse_steps(self, total: int) -> Sequence[int]:
+        """Which of the first `total` steps are sparse."""
+        after = range(min(total, self.warmup_steps), total)
+        if isinstance(self.density, tuple):
+            return [step for step in after if self.density_at(step) is not None]
+        return after
 
 
 class Autotune:
@@ -77,10 +113,15 @@ class Autotune:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._schedule = Schedule(settings.density, settings.warmup_steps, settings.ramp_steps)
+        self._schedule = schedule = Schedule.of(settings)
         self._compresses = not isinstance(settings.algorithm, Dense)
-        self._auto = settings.auto
-        self._first_trial = max(0, _TIMED_DENSE_STEPS - settings.warmup_steps)
+        self._auto = settings.auto and not isinstance(settings.density, tuple)
+        self._narrows = settings.warmup_values != WARMUP_VALUES[0]
+        """Whether dense steps of the warm-up are shorter than others."""
+        self._first_trial = max(0, _TIMED_DENSE_STEPS - (0 if self._narrows else schedule.warmup_steps))
+        self.budget: DensityBudget | None = None
+        if settings.density == AUTO and self._compresses:
+            self.budget = DensityBudget(settings, schedule.warmup_steps + schedule.ramp_steps)
         self._times: dict[bool, deque[float]] = {True: deque(maxlen=16), False: deque(maxlen=5)}
         """Seconds of the last dense (True) and sparse (False) steps."""
         self._said_dense = False
@@ -91,7 +132,9 @@ class Autotune:
     def density(self, step: int) -> float | None:
         """The density of a step; None if it is dense."""
         density = self._schedule.density_at(step) if self._compresses else None
-        final = self._schedule.final_steps(step)
+        if density is not None and self.budget is not None and self._schedule.final_steps(step) >= 0:
+            density = self.budget.density(step)
+        final = self._settled_steps(step)
         if density is None or not self._auto or final < 0:
             return density
         into, length = self._trial(final)
@@ -100,6 +143,14 @@ class Autotune:
         else:
             goes_dense = self.prefers_dense if into < 0 else not self.prefers_dense
         return None if goes_dense else density
+
+    def warms_up(self, step: int) -> bool:
+        """Whether a step is dense because it is one of the first."""
+        return self._compresses and step < self._schedule.warmup_steps
+
+    def _settled_steps(self, step: int) -> int:
+        """How many steps come before this one that trials may compare; negative before the first of them."""
+        return self._schedule.final_steps(step) - (0 if self.budget is None else _SETTLING)
 
     def _trial(self, final: int) -> tuple[int, int]:
         """(steps into the trial that is under way or comes next, its length); negative before it."""
@@ -112,9 +163,9 @@ class Autotune:
 
     def record(self, step: int, dense: bool, seconds: float) -> None:
         """Record how long a step took, from its first bucket to its end."""
-        if not self._auto:
+        if not self._auto or (self._narrows and self.warms_up(step)):
             return
-        if self._trial(self._schedule.final_steps(step))[0] == 0:
+        if self._trial(self._settled_steps(step))[0] == 0:
             self._times[dense].clear()  # a trial forgets the old times of the way that it tries
         self._times[dense].append(seconds)
 
@@ -122,18 +173,13 @@ class Autotune:
         """Whether the step is the last one of a trial."""
         if not (self._auto and self._compresses):
             return False
-        into, length = self._trial(self._schedule.final_steps(step))
+        into, length = self._trial(self._settled_steps(step))
         return into == length - 1
 
     def decide(self, comm: Communicator) -> None:
         """Compare what all ranks of `comm` have measured; all of them come to the same decision."""
         own = torch.tensor(self.typical(), dtype=torch.float64)
-        gathered = comm.all_gather_sealed(own, own.nbytes, "dense or sparse")
-        for rank, seconds in enumerate(gathered):
-            if seconds.numel() != own.numel() or not bool((seconds >= 0).all() and seconds.isfinite().all()):
-                who = comm.global_rank(rank)
-                raise WireError(f"all_gather (dense or sparse): rank {who} sent {seconds.tolist()} as seconds")
-        means = torch.stack(gathered).mean(0)
+        means = gather_seconds(comm, own, "dense or sparse").mean(0)
         dense, sparse = self.agreed = float(means[0]), float(means[1])
         self.prefers_dense = dense > 0 and sparse > GAIN * dense
         if comm.rank == 0:
@@ -161,7 +207,8 @@ class Autotune:
 
     def decision(self) -> dict[str, Any]:
         """What was decided last, the same on all ranks."""
-        return {"prefers_dense": self.prefers_dense, "seconds": list(self.agreed)}
+        density = {} if self.budget is None else {"density": self.budget.state_dict()}
+        return {"prefers_dense": self.prefers_dense, "seconds": list(self.agreed), **density}
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.decision(), "seconds": list(self.typical() if self._auto else self.agreed)}
@@ -169,10 +216,14 @@ class Autotune:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what was decided; a ValueError if that cannot be right."""
         self.prefers_dense, self.agreed = read_decision(saved)
+        if self.budget is not None and "density" in saved:
+            self.budget.load_state_dict(saved["density"])
 
 
 def read_decision(saved: Mapping[str, Any]) -> tuple[bool, tuple[float, float]]:
     """Check a decision that another rank or a file has told: (prefers_dense, seconds)."""
+    if "density" in saved:
+        read_course(saved["density"])
     dense, sparse = saved["seconds"]
     if not all(type(x) in (int, float) and 0 <= x <= sys.float_info.max for x in (dense, sparse)):
         raise ValueError(f"autotune: step times must be finite and not negative, got {saved['seconds']}")

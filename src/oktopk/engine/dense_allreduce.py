@@ -5,7 +5,7 @@
 
 The pass that divides by the number of ranks also checks that all entries are finite. A rank that finds one that
 is not marks the first entry with a NaN: one entry of the sum then tells every rank, and nobody has to inspect the
-rest.
+rest. With `warmup_values` a 16-bit copy is summed instead during the warm-up, the mark included.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .recorder import ReductionRecorder
 
 _LARGEST = (1 - 2**-10) * torch.finfo(torch.float32).max
 """The largest mean that counts as finite: a little less than the largest number, so that no sum overflows."""
+_NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class _Prepared(NamedTuple):
@@ -39,7 +40,9 @@ class _Prepared(NamedTuple):
     handed: Handed
     acc: Accumulator
     mean: Tensor
-    """What is summed: the memory of the gradient itself if nothing is added to it."""
+    """This rank's share, and then the mean: the memory of the gradient itself if nothing is added to it."""
+    summed: Tensor
+    """What is summed: the share itself, or a copy in 16 bits."""
     velocity: Tensor | None
     nonfinite: list[str] | None
     """The parameters that were not finite here, if the sum may be marked; None if the sum must be inspected."""
@@ -70,12 +73,15 @@ class DenseAllReduce:
         """When the last sum was finished: the time of the next one counts from there."""
         self._dropping = False
         """Whether a sum of this step was not finite."""
+        self._warmup_dtype = _NARROW.get(reducer.settings.warmup_values) if reducer.meter.world > 1 else None
+        self.warms_up = False
+        """Whether the step belongs to the warm-up."""
 
     def begin(self, handed: Handed) -> None:
         """Begin to average a bucket. Its memory must be left alone until finish()."""
         bucket = self._prepare(handed)
         try:
-            pending = self._reducer.meter.begin_all_reduce(bucket.mean, "dense")
+            pending = self._reducer.meter.begin_all_reduce(bucket.summed, "dense")
         except BaseException:
             bucket.cancel()
             raise
@@ -93,12 +99,15 @@ class DenseAllReduce:
             velocity = reducer.velocities.advance(state.bucket, work, idle)
             if residual is not None:
                 mean = acc.values.clone()
-            nonfinite = _divide(mean, reducer.meter.world, state)
+            nonfinite, largest = _divide(mean, reducer.meter.world, state)
+            summed = mean
+            if self.warms_up and self._warmup_dtype is not None and mean.dtype == torch.float32:
+                summed = _narrow(mean, self._warmup_dtype, reducer.meter.world, largest)
         except BaseException:
             with aside:
                 acc.rollback()
             raise
-        return _Prepared(handed, acc, mean, velocity, nonfinite, bool(idle), aside, begun)
+        return _Prepared(handed, acc, mean, summed, velocity, nonfinite, bool(idle), aside, begun)
 
     def finish_next(self, report: NonFiniteReport, step: int) -> tuple[list[BucketResult], ReductionEvent]:
         """Wait for the next sum that is under way. Sums behind one that is not finite do not count."""
@@ -106,6 +115,8 @@ class DenseAllReduce:
         pending.wait()  # if that fails, the sum is still under way: cancel() rolls it back
         done = time.perf_counter()
         self.under_way.popleft()
+        if bucket.summed is not bucket.mean:
+            bucket.mean.copy_(bucket.summed)
         with bucket.aside:
             if not self._dropping and not bucket.sum_is_finite():
                 self._dropping = True
@@ -158,16 +169,27 @@ class DenseAllReduce:
             self.under_way.popleft()[0].cancel()
 
 
-def _divide(mean: Tensor, world: int, state: BucketState) -> list[str] | None:
+def _divide(mean: Tensor, world: int, state: BucketState) -> tuple[list[str] | None, float]:
     """Divide by the number of ranks before the sum, as DDP does, for the same bits; mark non-finite vectors.
 
-    Returns _Prepared.nonfinite. Other types than float32 are not marked: their sums may overflow all the same.
+    Returns _Prepared.nonfinite, and the largest magnitude, or NaN. Other types than float32 are not marked: their
+    sums may overflow all the same.
     """
     if mean.dtype != torch.float32 or not mean.numel():
         mean.mul_(1.0 / world)
-        return None
-    if backend(mean).scale_(mean, 1.0 / world) <= _LARGEST / world:
-        return []
+        return None, 0.0
+    largest = backend(mean).scale_(mean, 1.0 / world)
+    if largest <= _LARGEST / world:
+        return [], largest
     found = state.nonfinite(mean)
     mean[0] = math.nan
-    return found
+    return found, largest
+
+
+def _narrow(share: Tensor, dtype: torch.dtype, world: int, largest: float) -> Tensor:
+    """A rank's share in 16 bits. What is too large is clipped, so that no sum overflows; NaNs stay NaNs.
+
+    Half of the range is left for the sums, each of which may round up.
+    """
+    most = 0.5 * torch.finfo(dtype).max / world
+    return (share if largest <= most else share.clamp(-most, most)).to(dtype)

@@ -15,7 +15,7 @@ from ..feedback.buckets import MISMATCH, Bucket
 from ..wire.sparse_vector import all_finite
 from .autotune import read_decision
 from .bucket_state import BucketGroup, BucketState
-from .settings import GRADIENTS
+from .settings import GRADIENTS, check_pairs
 from .step import StepReducer
 
 _log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
             if group.tracking is not None and all(state.bucket in places for state in group.members)
         ],
         "autotune": steps.autotune.state_dict(),
+        "schedule": [list(pair) for pair in steps.schedule],
     }
 
 
@@ -77,6 +78,8 @@ def read_state(
         residuals, velocities = (_memory(saved, name, known) if steps.exchanges else {} for name in _MEMORIES)
         autotune = dict(saved["autotune"])
         read_decision(autotune)
+        taken = saved.get("schedule") or []
+        schedule = list(check_pairs(taken)) if taken else []
 
     def apply() -> None:
         for name, value in counters.items():
@@ -85,6 +88,7 @@ def read_state(
         steps.reducer.velocities.load_state_dict(velocities)
         steps.buckets, steps.groups = {state.bucket: state for state in states}, groups
         steps.autotune.load_state_dict(autotune)
+        steps.schedule = schedule
 
     return apply
 

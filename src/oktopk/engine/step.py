@@ -39,6 +39,7 @@ class StepReducer:
         averages: str = GRADIENTS,
     ) -> None:  # fmt: skip
         self.settings, self.averages = settings, averages
+        self._fusion_density = settings.fusion_density
         self.meter = Metered(comm)
         self.sinks = [*map(as_sink, sinks)]
         self.step = 0
@@ -56,6 +57,8 @@ class StepReducer:
         self.autotune = Autotune(settings)
         self.density: float | None = None
         """Of the step under way; None if it is dense."""
+        self.schedule: list[tuple[int, float | None]] = []
+        """The densities of all steps so far, with the step from which on each was used."""
         self._dense = DenseAllReduce(self.reducer)
         self._report = NonFiniteReport(
             settings, f"rank {self.meter.rank}" if self.local is None else str(self.local)
@@ -84,6 +87,7 @@ class StepReducer:
     def begin(self) -> None:
         """Decide whether the next step is dense or sparse."""
         self.density = self.autotune.density(self.step)
+        self._dense.warms_up = self.autotune.warms_up(self.step)
 
     def skip_next(self, nonfinite: Iterable[str]) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
@@ -113,11 +117,11 @@ class StepReducer:
 
     def _fuse(self, handed: Handed) -> None:
         """Let a bucket wait for others; reduce the group when it sends enough entries."""
-        assert self.density is not None
         if self._waiting and self._waiting[0].grad.device != handed.grad.device:
             self._reduce_group()
         self._waiting.append(handed)
-        if sum(one.state.compressible * self.density for one in self._waiting) >= self.settings.fusion_entries:
+        entries = sum(one.state.compressible for one in self._waiting)
+        if entries * self._fusion_density >= self.settings.fusion_entries:
             self._reduce_group()
 
     def _reduce_group(self, last: bool = False) -> None:
@@ -158,7 +162,7 @@ class StepReducer:
                 self.reducer.rollback(result)
             else:
                 self.reducer.commit(result)
-        self._tune(skipped, start)
+        self._tune(skipped, start, handed_over)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
             self._events[-1] = add_traffic(self._events[-1], self.reducer.meter.pop_traffic())
         events = [replace(event, skipped=True) for event in self._events] if skipped else self._events
@@ -205,17 +209,24 @@ class StepReducer:
             return self._report.gather(self.reducer.meter)
         return tuple(self._report.names or ())
 
-    def _tune(self, skipped: bool, start: float) -> None:
-        """Record the time of the step; at the end of a trial all ranks that exchange decide together."""
-        compressible = any(result.handed.state.compressible for result in self._results)
-        if not skipped and compressible:
-            self.autotune.record(self.step, self.density is None, time.perf_counter() - start)
+    def _tune(self, skipped: bool, start: float, handed_over: float) -> None:
+        """Record the times of the step; at the end of a trial all ranks that exchange decide together."""
+        now, budget = time.perf_counter(), self.autotune.budget
+        counts = not skipped and any(result.handed.state.compressible for result in self._results)
+        if counts:
+            self.autotune.record(self.step, self.density is None, now - start)
+        if budget is not None:
+            budget.record(self.step, self.density if counts else None, now - handed_over, now)
         if self.exchanges and self.autotune.decides_after(self.step):
             self.autotune.decide(self.reducer.meter)
+        if self.exchanges and budget is not None and budget.decides_after(self.step):
+            budget.decide(self.reducer.meter, self.step)
 
     def _close(self, event: StepEvent) -> None:
         """Count the step, and pass it on to the sinks."""
         self._forget()
+        if not self.schedule or self.schedule[-1][1] != self.density:
+            self.schedule.append((self.step, self.density))
         self.last = event
         self.skipped_steps += event.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if event.skipped else 0

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from ..algorithms import Algorithm
 from ..comm import Communicator, checking_together, exclusive_communicator
 from ..engine.async_reducer import AsyncReducer, Scaler
-from ..engine.settings import Options, Settings
+from ..engine.settings import Density, Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink
 from .base import FrontEnd, check_sinks, check_supported, choose_algorithm, describe
@@ -27,10 +27,11 @@ class AllReducer(FrontEnd):
     Args:
         named_parameters: pairs of name and parameter, as from model.named_parameters().
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of entries that each rank sends in a sparse step.
+        density: share of entries that each rank sends in a sparse step; "auto" to choose it by measurement, within
+            a `budget`; or pairs (step, density), such as the `schedule` of another run, to repeat that one.
         comm: the ranks; by default those of torch.distributed, over connections of its own.
         trainer: an object whose lists of metrics are filled; see set_trainer().
-        warmup_steps: number of dense steps before the sparse phase.
+        warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
         buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
         auto: measure dense and sparse steps, and use the faster way.
         norm_clip: scale this rank's gradient down to this norm before it is compressed.
@@ -52,10 +53,10 @@ class AllReducer(FrontEnd):
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, Tensor]], algorithm: str | Algorithm = "oktopk",
-        density: float = 0.01, comm: Communicator | None = None, trainer: Any = None, *, warmup_steps: int = 128,
-        buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = False, norm_clip: float | None = None,
-        grad_scaler: Scaler | None = None, sinks: Iterable[MetricsSink] = (), timeout: float | None = None,
-        compressor: str | Algorithm | None = None, **options: Unpack[Options],
+        density: Density = 0.01, comm: Communicator | None = None, trainer: Any = None, *,
+        warmup_steps: int | None = 128, buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = False,
+        norm_clip: float | None = None, grad_scaler: Scaler | None = None, sinks: Iterable[MetricsSink] = (),
+        timeout: float | None = None, compressor: str | Algorithm | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         ranks = exclusive_communicator(timeout) if comm is None else comm
         with checking_together(ranks, owned=comm is None) as terms:

@@ -71,6 +71,14 @@ class FrontEnd:
         """
         return {} if self._held is None else self._held.stats()
 
+    @property
+    def schedule(self) -> list[tuple[int, float | None]]:
+        """The density of every step so far, as pairs (step, density): from that step on; None is dense.
+
+        Passed as `density=` of another run, it repeats this one to the bit, whatever the steps take there.
+        """
+        return [] if self._held is None else self._held.schedule
+
     def run(self, job: Callable[[Communicator], T]) -> T:
         """Let all ranks communicate between steps: to save a checkpoint, say.
 
@@ -140,7 +148,7 @@ def warn_adaptive(settings: Settings, optimizer: Optimizer, rank: int) -> None:
 
     An adaptive one divides by the root of a second moment; it has an eps, or betas, for that.
     """
-    sparse = settings.density < 1 and not isinstance(settings.algorithm, Dense)
+    sparse = settings.fusion_density < 1 and not isinstance(settings.algorithm, Dense)
     adaptive = any("eps" in group or "betas" in group for group in optimizer.param_groups)
     if rank == 0 and sparse and adaptive:
         _say_adaptive(type(optimizer).__name__)

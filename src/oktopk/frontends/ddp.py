@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..algorithms import Algorithm
 from ..comm import GroupCommunicator, checking_together
 from ..engine.async_reducer import AsyncReducer, Scaler
-from ..engine.settings import Options, Settings
+from ..engine.settings import Density, Options, Settings
 from ..engine.state_dict import saved_layout
 from ..feedback.buckets import Bucket, BucketPlan, check_plan, flatten, layout_mismatch, make_buckets, unflatten
 from ..metrics.events import MetricsSink
@@ -39,8 +39,9 @@ class OkTopkState(FrontEnd):
     Args:
         process_group: the ranks; by default all of torch.distributed. It must be the group of the DDP model.
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of entries that each rank sends in a sparse step.
-        warmup_steps: number of dense steps before the sparse phase.
+        density: share of entries that each rank sends in a sparse step; "auto" to choose it by measurement, within
+            a `budget`; or pairs (step, density), such as the `schedule` of another run, to repeat that one.
+        warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
         named_parameters: pairs of name and parameter, for checkpoints and errors; register() knows them by itself.
         buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
         auto: measure dense and sparse steps, and use the faster way.
@@ -65,7 +66,7 @@ class OkTopkState(FrontEnd):
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, algorithm: str | Algorithm = "oktopk",
-        density: float = 0.01, warmup_steps: int = 128, *,
+        density: Density = 0.01, warmup_steps: int | None = 128, *,
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None, buckets: BucketPlan | None = None,
         auto: bool = True, norm_clip: float | None = None, grad_scaler: Scaler | None = None, trainer: Any = None,
         sinks: Iterable[MetricsSink] = (), timeout: float | None = None, **options: Unpack[Options],

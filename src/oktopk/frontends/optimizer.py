@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from ..algorithms import Algorithm
 from ..comm import Communicator, checking_together, exclusive_communicator
 from ..engine.async_reducer import AsyncReducer, Scaler
-from ..engine.settings import Options, Settings
+from ..engine.settings import Density, Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
 from .base import check_momentum, check_sinks, choose_algorithm, warn_adaptive
@@ -34,8 +34,9 @@ class DistributedOptimizer(WrappedOptimizer):
         optimizer: the optimizer to wrap.
         named_parameters: pairs of name and parameter, all that the optimizer has; by default those of `model`.
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of entries that each rank sends in a sparse step.
-        warmup_steps: number of dense steps before the sparse phase.
+        density: share of entries that each rank sends in a sparse step; "auto" to choose it by measurement, within
+            a `budget`; or pairs (step, density), such as the `schedule` of another run, to repeat that one.
+        warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
         norm_clip: scale this rank's gradient down to this norm before it is compressed.
         model: the model, whose parameters give the names; its buffers start as those of rank 0, too.
         comm: the ranks; by default those of torch.distributed, over connections of its own.
@@ -63,7 +64,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def __init__(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-        algorithm: str | Algorithm = "oktopk", density: float = 0.01, warmup_steps: int = 128,
+        algorithm: str | Algorithm = "oktopk", density: Density = 0.01, warmup_steps: int | None = 128,
         norm_clip: float | None = None, *, model: nn.Module | None = None, comm: Communicator | None = None,
         backward_passes: int = 1, broadcast: bool = True, buckets: BucketPlan = DEFAULT_BUCKET_MB,
         auto: bool = True, grad_scaler: Scaler | None = None, trainer: Any = None,

@@ -36,18 +36,18 @@ class Run:
     """One run of the sweep. Dense has no density."""
 
     algorithm: str
-    density: float | None
+    density: float | str | None
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.algorithm}{'' if self.density is None else f'-{self.density!r}'}-seed{self.seed}"
+        return f"{self.algorithm}{'' if self.density is None else f'-{self.density}'}-seed{self.seed}"
 
     def __str__(self) -> str:
-        return f"{self.algorithm}{'' if self.density is None else f' {self.density!r}'} seed {self.seed}"
+        return f"{self.algorithm}{'' if self.density is None else f' {self.density}'} seed {self.seed}"
 
     def options(self) -> list[str]:
-        density = [] if self.density is None else ["--density", repr(self.density)]
+        density = [] if self.density is None else ["--density", str(self.density)]
         return ["--compressor", self.algorithm, *density, "--seed", str(self.seed)]
 
 
@@ -61,7 +61,7 @@ class Outcome:
     result: dict[str, Any] | None = None
 
 
-def plan(algorithms: Sequence[str], densities: Sequence[float], seeds: Sequence[int]) -> list[Run]:
+def plan(algorithms: Sequence[str], densities: Sequence[float | str], seeds: Sequence[int]) -> list[Run]:
     """List the runs, seed by seed, so that there is something to compare early. Dense runs once per seed.
 
     >>> [run.name for run in plan(["dense", "oktopk"], [0.01, 0.02], [7])]

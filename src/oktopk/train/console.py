@@ -60,7 +60,7 @@ class ProgressBarHandler(logging.Handler):
 def log_start(resolved: ResolvedConfig, launcher: str, task: Task[Any], plan: Plan) -> None:
     config = resolved.config
     ranks = f"{plan.world} rank{'s' if plan.world > 1 else ''} ({launcher})"
-    compression = "dense" if plan.algorithm == "dense" else f"{plan.algorithm} at density {plan.density:g}"
+    compression = "dense" if plan.algorithm == "dense" else f"{plan.algorithm} at {plan.asked}"
     log.info("training %s on %s, %s, %s", config.dnn, config.dataset, compression, ranks)
     log.info("data: %s%s", task.data, "; pass --data-dir for real data" if task.embedded else "")
     if task.problems:
@@ -77,11 +77,9 @@ def log_start(resolved: ResolvedConfig, launcher: str, task: Task[Any], plan: Pl
 
 def log_transition(metrics: StepMetrics, plan: Plan, density: float) -> None:
     log.info(
-        "step %d (epoch %d): the sparse phase starts, %s at density %.3g%s",
-        *(metrics.step, metrics.epoch, plan.algorithm, plan.density),
-        f"; it falls from {density:.3g} over {plan.ramp_steps} steps"
-        if density > plan.density and plan.ramp_steps
-        else "",
+        "step %d (epoch %d): the sparse phase starts, %s at %s%s",
+        *(metrics.step, metrics.epoch, plan.algorithm, plan.asked),
+        f"; it falls from {density:.3g} over {plan.ramp_steps} steps" if plan.ramps else "",
     )
 
 
@@ -113,7 +111,7 @@ def format_phase(phase: str, means: Mapping[str, Any], plan: Plan) -> str:
         density = "density 1"
     else:
         density = (
-            f"density {means['local_density']:.4g} (asked for {plan.density:g}, target "
+            f"density {means['local_density']:.4g} (asked for {_asked(plan)}, target "
             f"{means['target_density']:.4g}, result {means['global_density']:.4g})"
         )
     share = _of_dense(means, plan)
@@ -123,6 +121,11 @@ def format_phase(phase: str, means: Mapping[str, Any], plan: Plan) -> str:
         f"{means['compression_ratio']:.2f}, communication size {means['payload_bytes']:,.0f} bytes, {density}, "
         f"sent {means['sent_bytes'] / 1e6:.3f} MB per rank and step{against}"
     )
+
+
+def _asked(plan: Plan) -> str:
+    low, high = plan.densities
+    return f"{low:g} to {high:g}" if low < high else f"{low:g}"
 
 
 def _of_dense(means: Mapping[str, Any], plan: Plan) -> float | None:
@@ -171,7 +174,7 @@ def format_summary(phases: Mapping[str, Mapping[str, Any]], plan: Plan) -> str:
         phase: {
             **phases[phase],
             "of_dense": _of_dense(phases[phase], plan),
-            "asked_density": plan.density if phase == SPARSE else 1.0,
+            "asked_density": 1.0 if phase != SPARSE else None if isinstance(plan.density, str) else plan.density,
         }
         for phase in names
     }

@@ -18,13 +18,14 @@ from torch.optim import SGD, Optimizer
 from oktopk import DistributedOptimizer, LocalOptimizer
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import Communicator, agree, gather_json
-from oktopk.engine.settings import GRADIENTS, UPDATES
+from oktopk.engine.settings import AUTO, GRADIENTS, UPDATES
 
 from .building import build_optimizer, build_task
 from .checkpoint.snapshot import CheckpointError, ModelIdentity
 from .checkpoint.storage import Checkpoints
 from .collective_errors import mark_collective
-from .config.options import COMMAND_LINE, ENVIRONMENT, ConfigError, TrainConfig
+from .config.kinds import format_schedule
+from .config.options import COMMAND_LINE, DEFAULT, ENVIRONMENT, ConfigError, TrainConfig
 from .config.origins import ResolvedConfig, to_toml
 from .config.plan import Plan
 from .console import format_summary, log_start
@@ -65,7 +66,8 @@ def train_rank(
         _check_combinations(resolved.config, info.world)
         folder = _choose_folder(comm, resolved.config, resume)
         task = build_task(resolved.config, info.rank, info.world, info.local_rank)
-    plan = _make_plan(resolved.config, task, info)
+    parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    plan = Plan.of(resolved.config, task.steps_per_epoch, parameters, info.world)
     with _open_folder(comm, folder, resolved, resume) as run_folder:
         with _agree_on_errors(comm, resolved):
             run_folder.open_sinks(resolved.config.sinks)
@@ -88,8 +90,12 @@ def _fit(
     identity = ModelIdentity.of(config.dnn, task.model)
     checkpoints = Checkpoints(folder.checkpoints, identity, config.keep)
     if plan.sparse_steps:
-        _compile_kernels(config, next(task.model.parameters()).device, comm.rank == 0)
-    with _make_optimizer(config, build_optimizer(config, task.model), task.model, comm) as optimizer:
+        numbered = replace(config, density=plan.densities[0])
+        _compile_kernels(numbered, next(task.model.parameters()).device, comm.rank == 0)
+    # A warm-up that nobody has given may be a share of the run.
+    chosen = config.warmup_steps == AUTO or resolved.origins["warmup_steps"] == DEFAULT
+    inner, total = build_optimizer(config, task.model), plan.steps if chosen else None
+    with _make_optimizer(config, inner, task.model, comm, total) as optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
         if resume:
@@ -154,22 +160,6 @@ def _choose_folder(comm: Communicator, config: TrainConfig, resume: bool) -> Pat
     return Path(chosen["path"])
 
 
-def _make_plan(config: TrainConfig, task: Task[Any], info: RankInfo) -> Plan:
-    assert config.max_epochs is not None
-    return Plan(
-        steps_per_epoch=task.steps_per_epoch,
-        max_epochs=config.max_epochs,
-        max_steps=config.max_steps,
-        warmup_steps=config.warmup_steps,
-        algorithm=config.algorithm,
-        density=config.density,
-        parameters=sum(parameter.numel() for parameter in task.model.parameters()),
-        world=info.world,
-        ramp_steps=config.ramp_steps,
-        ranks_per_host=config.ranks_per_host,
-    )
-
-
 @contextmanager
 def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resume: bool) -> Iterator[RunFolder]:
     """Open the run folder; if rank 0 cannot write to it, all ranks fail."""
@@ -184,8 +174,10 @@ def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resum
             raise
 
 
-def _make_optimizer(config: TrainConfig, inner: Optimizer, model: nn.Module, comm: Communicator) -> AnyOptimizer:
-    settings = _make_settings(config)
+def _make_optimizer(
+    config: TrainConfig, inner: Optimizer, model: nn.Module, comm: Communicator, total_steps: int | None = None
+) -> AnyOptimizer:
+    settings = _make_settings(config) | {"total_steps": total_steps}
     if config.average == UPDATES:
         every = config.average_state_every
         return LocalOptimizer(inner, model=model, comm=comm, average_state_every=every, **settings)
@@ -202,9 +194,13 @@ def _make_optimizer(config: TrainConfig, inner: Optimizer, model: nn.Module, com
 
 def _make_settings(config: TrainConfig) -> dict[str, Any]:
     """The settings that both ways to average have in common."""
-    names = ("density", "warmup_steps", "auto", "ramp_steps", "values", "fusion_entries", "max_skipped")
-    settings = {name: getattr(config, name) for name in (*names, "ranks_per_host")}
-    return {"algorithm": _make_algorithm(config), **settings}
+    names = (
+        *("auto", "ramp_steps", "values", "fusion_entries", "max_skipped", "ranks_per_host"),
+        *("budget", "min_density", "warmup_values"),
+    )
+    warmup = config.warmup_steps if isinstance(config.warmup_steps, int) else None
+    settings = {name: getattr(config, name) for name in names}
+    return {"algorithm": _make_algorithm(config), "density": config.densities, "warmup_steps": warmup, **settings}
 
 
 def _compile_kernels(config: TrainConfig, device: torch.device, is_rank0: bool) -> None:
@@ -240,8 +236,15 @@ def _warn_unused_options(resolved: ResolvedConfig) -> None:
     if config.algorithm != "oktopk":
         unused |= dict.fromkeys(("tau", "tau_prime"), f"{config.algorithm} has no such constant")
     if config.algorithm == "dense":
-        names = ("density", "warmup_steps", "ramp_steps", "values", "auto")
+        names = (
+            *("density", "warmup_steps", "ramp_steps", "values", "auto"),
+            *("warmup_values", "budget", "min_density"),
+        )
         unused |= dict.fromkeys(names, "the run is dense")
+    elif config.density != AUTO:
+        unused |= dict.fromkeys(("budget", "min_density"), "--density is not auto")
+    if isinstance(config.densities, tuple):
+        unused |= dict.fromkeys(("ramp_steps", "auto"), "the schedule of --density decides every step")
     if config.average == GRADIENTS:
         unused["average_state_every"] = "--average is gradients"
     if not config.compression:
@@ -277,6 +280,7 @@ def _result(trainer: Trainer, finished: bool) -> dict[str, Any]:
         "metric": trainer.task.metric,
         "validations": trainer.validations,
         "phases": trainer.in_run.rows(),
+        "schedule": format_schedule(trainer.optimizer.schedule),
     }
 
 

@@ -47,7 +47,9 @@ _FROM_REDUCER = (
 def new_name(config: TrainConfig) -> str:
     """Name a run without --out after its options and its start time."""
     now = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")[:-3]
-    density = "" if config.algorithm == "dense" else f"-{config.density:g}"
+    known = config.densities
+    name = "schedule" if isinstance(known, tuple) else known if isinstance(known, str) else f"{known:g}"
+    density = "" if config.algorithm == "dense" else f"-{name}"
     return f"{config.dnn}-{config.algorithm}{density}-seed{config.seed}-{now}"
 
 

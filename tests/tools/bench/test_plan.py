@@ -21,6 +21,7 @@ from oktopk.tools.bench.names import (
     BenchError,
     add_link_limits,
     list_contenders,
+    parse_contender,
     warmup_steps,
 )
 from oktopk.tools.bench.plan import Plan, free_memory, group_to_fit
@@ -75,6 +76,15 @@ def test_auto_has_decided_by_the_end_of_its_warm_up() -> None:
         assert compared[-1] > 0
 
 
+def test_a_contender_may_have_settings_of_its_own() -> None:
+    own = parse_contender("oktopk:fp16:density=auto:budget=0.2:warmup_values=bf16:total_steps=90")
+    assert own is not None
+    assert own.values == "fp16"
+    assert own.options == {"density": "auto", "budget": 0.2, "warmup_values": "bf16", "total_steps": 90}
+    assert warmup_steps("oktopk:density=auto") == warmup_steps("oktopk") + 64
+    assert warmup_steps("oktopk:auto:density=auto") == warmup_steps("oktopk:auto") + 64
+
+
 def test_what_cannot_fit_is_said() -> None:
     with pytest.raises(BenchError, match=r"4 ranks with 1,000,000,000 parameters do not fit .* use fewer --ranks"):
         group_to_fit(("ddp", "oktopk"), 10**9, 4, 8 * GIB)
@@ -96,6 +106,9 @@ def test_ranks_are_told_all() -> None:
         (["--contenders", "ddp,zip"], "unknown contender 'zip': choose from backward, ddp"),
         (["--contenders", "oktopk:fp99"], "unknown variant 'fp99' of oktopk: choose from fp32"),
         (["--contenders", "topka:fp16:bf16"], "'topka:fp16:bf16' has 2 value formats: pass one"),
+        (["--contenders", "oktopk:density=2"], "oktopk:density=2: density must be in (0, 1], got 2"),
+        (["--contenders", "oktopk:densty=auto"], "unknown setting 'densty': did you mean 'density'?"),
+        (["--contenders", "oktopk:values=fp16"], "unknown setting 'values'"),
         (["--contenders", "limit-link:ddp"], "unknown contender 'limit-link:ddp'"),
         (["--contenders", ","], "pass at least one contender"),
         (["--link", ","], "pass at least one link"),

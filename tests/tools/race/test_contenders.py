@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oktopk.algorithms import ALGORITHMS
+from oktopk.engine.autotune import plan_warmup
 from oktopk.tools.race.attach import ATTACH
 from oktopk.tools.race.contenders import LOCAL, OURS, TORCH, parse_contender
 from oktopk.tools.race.spec import FULL, QUALITY, TIMING, Cell, Race, RaceError, Spec, Target, parse_target
@@ -65,6 +66,22 @@ def test_a_local_optimizer_has_any_algorithm_and_settings_of_its_own() -> None:
     assert parse_contender("local:tau=16").algorithm.tau == 16  # type: ignore[union-attr]
 
 
+def test_a_density_by_measurement_and_a_warm_up_by_length() -> None:
+    name = "oktopk:density=auto:budget=0.2:min_density=0.005:warmup_values=fp16:warmup_steps=None:total_steps=500"
+    contender = parse_contender(f"{name}:auto=False")
+    assert contender.settings is not None
+    found = contender.settings
+    assert (found.density, found.budget, found.min_density, found.warmup_values) == ("auto", 0.2, 0.005, "fp16")
+    assert (contender.warmup_steps, found.warmup_steps, found.ramp_steps) == (
+        plan_warmup(500)[0],
+        *plan_warmup(500),
+    )
+    assert contender.with_warmup(2).settings.ramp_steps == plan_warmup(500)[1]  # type: ignore[union-attr]
+    assert [parse_contender(text).follows_link for text in (name, f"{name}:auto=False", "oktopk:auto=False")] == [
+        *(True, True, False)
+    ]
+
+
 def test_every_kind_can_be_attached() -> None:
     names = [f"{kind}:2" if kind == "accumulate" else kind for kind in (*TORCH, *ALGORITHMS, LOCAL)]
     assert {parse_contender(name).kind for name in names} == set(ATTACH)
@@ -85,6 +102,9 @@ def test_every_kind_can_be_attached() -> None:
         ("oktopk:densty=0.1", "did you mean 'density'?"),
         ("oktopk:density=2", "density must be in (0, 1]"),
         ("oktopk:density=abc", "density must be in (0, 1]"),
+        ("oktopk:budget=2", "budget must be in (0, 1], got 2"),
+        ("oktopk:warmup_steps=None", "give total_steps=, too"),
+        ("oktopk:warmup_values=fp8", "unknown warmup_values 'fp8'"),
         ("oktopk:values=fp15", "unknown value format 'fp15'"),
         ("oktopk:fp16", "did you mean values=fp16?"),
         ("oktopk:warmup_steps=-1", "warmup_steps must be an integer"),

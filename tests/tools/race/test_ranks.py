@@ -153,6 +153,10 @@ def test_interrupting_leaves_no_process_and_keeps_finished_cells(tmp_path: Path)
         (["--target", "val loss=2"], "like 'val loss<=1.90'"),
         (["--ranks", "1"], "one rank has nothing to send"),
         (["--composed", "--target", "val loss<=1"], "auto of oktopk chooses by the link"),
+        (
+            ["--composed", "--target", "val loss<=1", "--contenders", "oktopk:auto=False:density=auto"],
+            "chooses by the link",
+        ),
         (["--composed", "--contenders", "ddp", "--seconds", "9"], "leave out --seconds"),
         (["--seeds", "x"], "--seeds must be"),
         (["--steps", "0"], "--steps must be above 0"),

@@ -187,6 +187,22 @@ def test_the_file_of_a_run_reads_back_the_same(out: Path, steps: int, **values: 
     assert all(f"{name} " in text for name in OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("auto", "auto"),
+        ("AUTO", "auto"),
+        ("0.02", 0.02),
+        ("0:dense,128:0.01,136:4e-2", ((0, None), (128, 0.01), (136, 0.04))),
+    ],
+)
+def test_a_density_may_be_a_number_auto_or_a_schedule(written: str, meant: Any) -> None:
+    resolved = resolve({"density": written, "warmup_steps": "Auto"}, {})
+    assert resolved.config.densities == meant
+    assert resolved.config.warmup_steps == "auto"
+    assert resolve(_options(to_toml(resolved), "config.toml"), {}).config == resolved.config
+
+
 def test_the_file_of_a_run_says_where_each_value_came_from(tmp_path: Path) -> None:
     text = to_toml(resolve({"lr": "0.5"}, {}, "lstm_debug"))
     assert "lr = 0.5  # command line\n" in text
@@ -206,7 +222,13 @@ WRONG = (
     ("lr", "nan", "a number above 0"),
     ("lr", "inf", "a number above 0"),
     ("density", "1.5", "a number above 0 up to 1"),
-    ("density", "1%", "a number above 0 up to 1"),
+    ("density", "1%", "auto, or a number above 0 up to 1"),
+    ("density", "0:0.01,0:0.02", "a number, auto, or steps with densities like 0:dense,128:0.01"),
+    ("density", "128:", "steps with densities like 0:dense,128:0.01"),
+    ("warmup_steps", "automatic", "auto, or a whole number from 0 on"),
+    ("budget", "0", "a number above 0 up to 1"),
+    ("min_density", "0.5", "a number above 0 up to 0.25"),
+    ("warmup_values", "e4m3", "one of fp32, fp16, bf16"),
     ("momentum", "-0.1", "a number from 0 on up to 1"),
     ("batch_size", "0", "a whole number from 1 on"),
     ("batch_size", "2.5", "a whole number from 1 on"),
@@ -332,6 +354,14 @@ def test_item_19_a_flag_without_effect_is_said_once(
     for flag in flags:
         assert sum(line.startswith(f"--{flag} has no effect: ") for line in said) == 1
     assert bool(said) == bool(flags)
+
+
+def test_a_budget_has_an_effect_with_a_measured_density_only(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"budget": "0.2", "min_density": "0.005"}
+    assert len(without_effect(resolve(given, {}), caplog)) == 2
+    assert without_effect(resolve({"density": "auto", **given}, {}), caplog) == []
+    schedule = {"density": "0:dense,5:0.1", "auto": "True", "ramp_steps": "3"}
+    assert len(without_effect(resolve(schedule, {}), caplog)) == 2
 
 
 def test_nwpernode_has_an_effect_with_a_gpu_only(

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oktopk.engine.autotune import plan_warmup
+from oktopk.train.config.origins import resolve
 from oktopk.train.config.plan import Plan
 
 
@@ -99,3 +101,35 @@ def test_a_ramp_is_told() -> None:
     told = "the density falls from 0.25 over the first 50 sparse steps"
     assert plan(ramp_steps=50).volume()[-1] == told
     assert told not in plan(ramp_steps=50, density=0.3).volume() + plan(ramp_steps=50, algorithm="dense").volume()
+
+
+def test_a_density_by_measurement_is_told() -> None:
+    dense, sparse, told = plan(density="auto", budget=0.2).volume()
+    assert "density 0.01: 2,205,568 bytes" in sparse
+    assert told == "sparse steps have a density of 0.01 to 0.25 by measurement (budget: 20 % of a step)"
+    assert "half of that" not in dense
+    assert plan(density="auto").sentence() == plan().sentence()
+
+
+def test_a_schedule_is_counted_step_by_step() -> None:
+    """A run that is repeated may have dense steps among the sparse ones."""
+    made = plan(density="0:dense,128:0.01,131:dense,135:0.04")
+    assert made.sentence() == "140 steps: 132 dense warm-up, 8 sparse; sparse starts in epoch 9"
+    assert made.volume()[-1] == "sparse steps have the densities of a schedule, 0.01 to 0.04"
+    assert plan(density="0:dense,150:0.01").warning() is not None
+
+
+def test_a_warm_up_in_16_bits_is_told() -> None:
+    first = plan(warmup_values="bf16").volume()[0]
+    assert first.endswith("a rank sends 192,986,976 (ring), half of that in bf16 during the warm-up")
+
+
+@pytest.mark.parametrize("steps", [30, 500, 100_000])
+def test_a_warm_up_by_the_length_of_the_run_is_a_number_in_the_plan(steps: int) -> None:
+    """The plan says what the engine does: the same rule."""
+    config = resolve({"warmup_steps": "auto", "max_epochs": "9", "max_steps": str(steps)}, {}).config
+    made = Plan.of(config, 10**6, 1000, world=2)
+    assert (made.warmup_steps, made.ramp_steps) == plan_warmup(steps)
+    assert made.sparse_steps == steps - plan_warmup(steps)[0]
+    given = resolve({"max_epochs": "9", "max_steps": str(steps)}, {}).config
+    assert (Plan.of(given, 10**6, 1000, 2).warmup_steps, Plan.of(given, 10**6, 1000, 2).ramp_steps) == (128, 0)

@@ -8,6 +8,7 @@ The table shows step time, CPU time, bytes sent, also against a dense ring, and 
     oktopk bench --link 1gbit --model transformer --bucket-mb 1    a real backward pass
     oktopk bench --contenders ddp,powersgd,oktopk --figure bench.png
     oktopk bench --contenders ddp,oktopk,oktopk:fp16,oktopk:auto   variants of one algorithm
+    oktopk bench --link 100mbit --contenders ddp,oktopk:density=auto:budget=0.2
     oktopk bench --link 1gbit --ranks-per-host 2 --contenders ddp,oktopk,oktopk:hosts
 
 A step is the backward pass and its gradient exchange; forward and optimizer are not timed. Contenders alternate
@@ -86,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to compare (default: all): {every}. Colons add variants "
         f"to an algorithm, like oktopk:fp16:fused: {', '.join(list_variants())}. fused: all buckets share their "
         f"messages; apart: each bucket sends its own; auto: dense where that is faster; hosts: hierarchical, one "
-        "rank of each host exchanges. Lower bounds: backward (no exchange), limit-memory (one pass over "
-        "memory), limit-link (the bytes alone)",
+        "rank of each host exchanges; key=value: a setting of its own, like density=auto:budget=0.2. Lower "
+        "bounds: backward (no exchange), limit-memory (one pass over memory), limit-link (the bytes alone)",
     )
     parser.add_argument("--steps", type=parse_whole, default=15, metavar="N", help="timed steps (default: 15)")
     parser.add_argument(

@@ -116,8 +116,9 @@ def _resolve(options: argparse.Namespace) -> ResolvedConfig:
 
 def _examine(options: argparse.Namespace, resolved: ResolvedConfig, info: RankInfo) -> int:
     config = resolved.config
+    density = config.density if isinstance(config.density, float) else config.min_density
     request = Request(
-        *(info.launcher, info.world, config.nworkers, options.params, config.density),
+        *(info.launcher, info.world, config.nworkers, options.params, density),
         compute_seconds=options.compute_seconds,
         link=options.link,
     )

@@ -223,11 +223,11 @@ def _lists(options: argparse.Namespace) -> tuple[list[str], list[str], list[int]
             _ = link == LOOPBACK or parse_rate(link)
         except ValueError as error:
             raise RaceError(f"--link: {error}") from None
-    follows = [one.name for one in parsed if one.settings is not None and one.settings.auto]
+    follows = [one.name for one in parsed if one.follows_link]
     if options.composed and follows:
         raise RaceError(
             f"--composed needs the same steps on every link, but auto of {follows[0]} chooses by the link: add "
-            "auto=False, or run it in full"
+            "auto=False and a density that is a number, or run it in full"
         )
     return contenders, links, seeds
 

@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithms", default="dense,oktopk", metavar="A,B,…", help="algorithms (default: dense,oktopk)"
     )
-    parser.add_argument("--densities", default="0.01", metavar="D,E,…", help="densities (default: 0.01)")
+    parser.add_argument(
+        "--densities", default="0.01", metavar="D,E,…", help="densities, also auto (default: 0.01)"
+    )
     parser.add_argument("--seeds", default="0", metavar="S,T,…", help="seeds (default: 0)")
     for flag, name in ALIASES.items():
         add_alias(parser, flag, name)
@@ -142,8 +144,14 @@ def _parse_list(name: str, text: str, flag: str) -> list[Any]:
 
 
 Form = Callable[[Any], str]
-_OF_RUN: dict[str, Form] = {"algorithm": str, "density": "{:g}".format, "seed": str, "status": str, "steps": str}
-_OF_SEEDS: dict[str, Form] = {"algorithm": str, "density": "{:g}".format, "seeds": str}
+
+
+def _format_density(density: float | str) -> str:
+    return density if isinstance(density, str) else f"{density:g}"
+
+
+_OF_RUN: dict[str, Form] = {"algorithm": str, "density": _format_density, "seed": str, "status": str, "steps": str}
+_OF_SEEDS: dict[str, Form] = {"algorithm": str, "density": _format_density, "seeds": str}
 _TITLES = {"sent_bytes": "sent bytes/step", "step_ms": "ms/step"}
 
 

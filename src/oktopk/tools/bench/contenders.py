@@ -44,11 +44,11 @@ class DdpContender:
         self.state: OkTopkState | None = None
         own = parse_contender(name, plan.values)
         if own is not None:
+            given = {"density": plan.density, "warmup_steps": AUTO_DENSE if own.auto else 0, **own.options}
             state = OkTopkState(
-                algorithm=own.algorithm, density=plan.density, values=own.values, auto=own.auto,
-                fusion_entries=own.fusion_entries, warmup_steps=AUTO_DENSE if own.auto else 0,
+                algorithm=own.algorithm, values=own.values, auto=own.auto, fusion_entries=own.fusion_entries,
                 sinks=[self.memory], timeout=plan.timeout,
-                ranks_per_host=plan.ranks_per_host if own.hosts else 1,
+                ranks_per_host=plan.ranks_per_host if own.hosts else 1, **given,
             )  # fmt: skip
             self.state = state.register(self.model)
         else:

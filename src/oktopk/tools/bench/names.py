@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.engine.autotune import TRIAL
+from oktopk.engine.density import WINDOW
+from oktopk.engine.settings import AUTO as MEASURED
 from oktopk.engine.settings import Settings
 from oktopk.errors import OkTopkError
 from oktopk.tools.hooks import BF16, DDP, FP16, POWERSGD
+from oktopk.tools.key_values import parse_setting
 from oktopk.utils.names import hint
 from oktopk.utils.registry import PluginError
 from oktopk.wire.codecs import VALUE_CODES
@@ -25,6 +29,14 @@ FUSION = {"fused": 1_000_000_000, "apart": 0}
 AUTO_DENSE = 14
 """Dense steps for the comparison of `auto`; DDP rebuilds its buckets after the first of them."""
 _WARMUP = 3
+_SETTLING = 4 * WINDOW
+"""Sparse steps that density=auto gets to find its density."""
+_KEYS = [
+    item.name
+    for item in fields(Settings)
+    if item.name not in ("algorithm", "values", "auto", "fusion_entries", "ranks_per_host")
+]
+"""Settings that are written as key=value; the others have variants of their own."""
 
 
 class BenchError(OkTopkError, ValueError):
@@ -54,6 +66,8 @@ class OwnContender:
     fusion_entries: int = Settings.fusion_entries
     hosts: bool = False
     """Whether the ranks of a host exchange as one."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Other settings, by name."""
 
     @property
     def sparse(self) -> bool:
@@ -69,9 +83,11 @@ def parse_contender(name: str, values: str = "fp32") -> OwnContender | None:
     >>> parse_contender("topka:auto", values="bf16")
     OwnContender(algorithm='topka', values='bf16', auto=True, fusion_entries=250000, hosts=False)
     """
-    algorithm, *variants = name.split(":")
+    algorithm, *words = name.split(":")
     if algorithm not in ALGORITHMS:
         return None
+    variants = [word for word in words if "=" not in word]
+    options = _parse_options(name, [word for word in words if "=" in word])
     for variant in variants:
         if variant not in VALUE_CODES and variant not in (AUTO, *FUSION, HOSTS):
             raise BenchError(f"unknown variant {variant!r} of {algorithm}: {hint(variant, list_variants())}")
@@ -81,7 +97,18 @@ def parse_contender(name: str, values: str = "fp32") -> OwnContender | None:
     if len(set(FUSION) & set(variants)) > 1:
         raise BenchError(f"{name!r} is both fused and apart: pass one")
     fusion = next((FUSION[variant] for variant in variants if variant in FUSION), Settings.fusion_entries)
-    return OwnContender(algorithm, formats[0] if formats else values, AUTO in variants, fusion, HOSTS in variants)
+    used = formats[0] if formats else values
+    return OwnContender(algorithm, used, AUTO in variants, fusion, HOSTS in variants, options)
+
+
+def _parse_options(name: str, words: Iterable[str]) -> dict[str, Any]:
+    """Parse settings that are written as key=value, and check them."""
+    try:
+        options = dict(parse_setting(word, _KEYS) for word in words)
+        Settings(ALGORITHMS["oktopk"](), **options)
+    except (ValueError, TypeError) as error:
+        raise BenchError(f"{name}: {error}") from error
+    return options
 
 
 def link_limit_target(name: str) -> str | None:
@@ -123,6 +150,9 @@ def add_link_limits(names: Iterable[str]) -> list[str]:
 
 def warmup_steps(name: str) -> int:
     """Number of untimed steps: kernels compile, DDP rebuilds its buckets after the first, PowerSGD starts with the
-    third, the first step of a bucket evaluates thresholds exactly, and `auto` times dense and sparse."""
+    third, the first step of a bucket evaluates thresholds exactly, `auto` times dense and sparse, and density=auto
+    finds its density."""
     one = parse_contender(name)
-    return AUTO_DENSE + TRIAL if one is not None and one.auto else _WARMUP
+    if one is None:
+        return _WARMUP
+    return (AUTO_DENSE + TRIAL if one.auto else _WARMUP) + _SETTLING * (one.options.get("density") == MEASURED)

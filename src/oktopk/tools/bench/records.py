@@ -70,7 +70,7 @@ def make_record(plan: Plan, params: int, name: str, ranks: Sequence[Sequence[Tim
         "ranks_per_host": plan.ranks_per_host,
         "model": plan.model,
         "params": params,
-        "density": plan.density,
+        "density": _density(plan, name),
         "values": _values(plan, name),
         "steps": len(slowest),
         "median_step_seconds": statistics.median(slowest),
@@ -92,6 +92,13 @@ def _values(plan: Plan, name: str) -> str | None:
     """Value format on the wire; None for PyTorch's own averaging."""
     own = parse_contender(name, plan.values)
     return None if own is None else own.values
+
+
+def _density(plan: Plan, name: str) -> float | str:
+    """The density that was asked for: its own, or that of the measurement."""
+    own = parse_contender(name)
+    density: float | str = plan.density if own is None else own.options.get("density", plan.density)
+    return density
 
 
 def _sent(ranks: Sequence[Sequence[TimedStep]], share: float | None) -> tuple[float | None, str | None]:

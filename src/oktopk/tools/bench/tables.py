@@ -64,8 +64,9 @@ def _row(record: Record) -> list[object]:
 def _asked(record: Record) -> str:
     """What was asked for; the reduction of entries is not that of bytes."""
     density = record["density"]
+    known = "by measurement" if isinstance(density, str) else f"{density:g}, so that n/k is {1 / density:.4g}"
     return (
-        f"density asked for: {density:g}, so that n/k is {1 / density:.4g} in entries; {record['ranks']} "
+        f"density asked for: {known} in entries; {record['ranks']} "
         f"rank{'s' * (record['ranks'] > 1)}, {record['params']:,} parameters; kernels compiled in untimed steps"
     )
 

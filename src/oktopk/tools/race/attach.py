@@ -126,7 +126,7 @@ class _FrontEnd(Attached):
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
         assert contender.settings is not None
-        self._settings = contender.settings
+        self._ramp_steps = contender.settings.ramp_steps
         self._options: dict[str, Any] = {
             **contender.options, "algorithm": contender.algorithm, "warmup_steps": contender.warmup_steps
         }  # fmt: skip
@@ -134,7 +134,7 @@ class _FrontEnd(Attached):
     def phase(self, step: int) -> str:
         assert self.front.last is not None
         phase = self.front.last.phase
-        ramp = self._settings.ramp_steps and step < self._settings.warmup_steps + self._settings.ramp_steps
+        ramp = self._ramp_steps and step < self.contender.warmup_steps + self._ramp_steps
         return RAMP if ramp and phase == SPARSE else phase
 
     def sent_bytes(self, step: int) -> float:

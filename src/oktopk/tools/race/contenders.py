@@ -2,23 +2,25 @@
 
     ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
     local:density=0.01:average_state_every=50
+    oktopk:density=auto:budget=0.2:warmup_steps=None:total_steps=500:warmup_values=fp16
 
 A new front end is a new kind: an entry of TORCH here, and of `attach.ATTACH`.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast
 
 from oktopk.algorithms import ALGORITHMS, Algorithm
-from oktopk.engine.settings import Options, Settings
+from oktopk.engine.autotune import Schedule
+from oktopk.engine.settings import AUTO, Options, Settings
 from oktopk.frontends.ddp import OkTopkState
 from oktopk.frontends.local import LocalOptimizer
 from oktopk.tools.hooks import BF16, DDP, FP16, HOOKS, POWERSGD
+from oktopk.tools.key_values import SettingError, parse_setting
 from oktopk.utils.names import hint
 from oktopk.utils.registry import PluginError
 from oktopk.wire.codecs import VALUE_CODES
@@ -71,6 +73,11 @@ class Contender:
             given.pop(name, None)
         return Settings.from_options(self.algorithm, options=cast(Options, given), **main)
 
+    @property
+    def follows_link(self) -> bool:
+        """Whether its steps depend on the link: dense or sparse, or the density, by measurement."""
+        return self.settings is not None and (self.settings.auto or self.settings.density == AUTO)
+
     def with_warmup(self, most: int) -> Contender:
         """The same with at most so many dense steps before compression, to time both phases in few steps."""
         return replace(self, warmup_steps=min(self.warmup_steps, most))
@@ -91,7 +98,10 @@ def parse_contender(text: str) -> Contender:
             raise RaceError(str(problem)) from problem
         raise RaceError(f"unknown contender {head!r}: {hint(head, [*TORCH, *ALGORITHMS.names(), LOCAL])}")
     counts = [word for word in words if "=" not in word]
-    given = dict(_setting(text, word, _known_keys(head)) for word in words if "=" in word)
+    try:
+        given = dict(parse_setting(word, _known_keys(head)) for word in words if "=" in word)
+    except SettingError as error:
+        raise RaceError(f"{text}: {error}") from error
     lr = _positive(text, _LR, given.pop(_LR, 1.0))
     if head in ALGORITHMS or head == LOCAL:
         if counts:
@@ -135,6 +145,10 @@ def _parse_ours(text: str, kind: str, algorithm: Algorithm, lr: float, given: di
         algorithm = replace(algorithm, **own)
         contender = Contender(text, kind, lr=lr, warmup_steps=warmup, algorithm=algorithm, options=given)
         assert contender.settings is not None
+        if warmup is None:  # by the rule, as numbers
+            schedule = Schedule.of(contender.settings)
+            options = {**given, "ramp_steps": schedule.ramp_steps}
+            contender = replace(contender, warmup_steps=schedule.warmup_steps, options=options)
     except (ValueError, TypeError, PluginError) as error:
         raise RaceError(f"{text}: {error}") from error
     return contender
@@ -159,16 +173,6 @@ def _known_keys(head: str) -> list[str]:
         useful = [name for name in settings if name not in _NOT_LOCAL]
         return [_LR, _ALGORITHM, *useful, _BUCKETS, *OF_LOCAL, *constants]
     return [_LR, _START] if head == POWERSGD else [_LR]
-
-
-def _setting(text: str, word: str, known: list[str]) -> tuple[str, Any]:
-    key, _, value = word.partition("=")
-    if key not in known:
-        raise RaceError(f"{text}: unknown setting {key!r}: {hint(key, known)}")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return key, value
 
 
 def _positive(text: str, name: str, value: Any) -> float:

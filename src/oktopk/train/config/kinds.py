@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from oktopk.engine.settings import AUTO, Pairs, check_pairs
 from oktopk.utils.registry import PluginError, Registry
 
+_DENSE = "dense"
 ON, OFF = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -65,6 +67,50 @@ def path(value: Any) -> Path:
 
 
 path.__name__ = "Path"
+
+
+def or_auto(parse_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Parses "auto", or a number."""
+
+    def parse(value: Any) -> Any:
+        if str(value).strip().lower() == AUTO:
+            return AUTO
+        try:
+            return parse_number(value)
+        except ValueError as error:
+            raise ValueError(f"{AUTO}, or {error}") from error
+
+    parse.__name__ = parse_number.__name__
+    return parse
+
+
+def density(value: Any) -> float | str:
+    """A number, "auto", or steps with their densities as text."""
+    if ":" in str(value):
+        try:
+            return format_schedule(parse_schedule(str(value)))
+        except ValueError as error:
+            raise ValueError(f"a number, auto, or steps with densities like 0:dense,128:0.01 ({error})") from error
+    found: float | str = or_auto(number(above=0, up_to=1))(value)
+    return found
+
+
+density.__name__ = "float"
+
+
+def parse_schedule(text: str) -> Pairs:
+    """Parse steps with their densities.
+
+    >>> parse_schedule("0:dense,128:0.01")
+    ((0, None), (128, 0.01))
+    """
+    pairs = [word.split(":") for word in text.lower().split(",")]
+    return check_pairs([(int(step), None if found.strip() == _DENSE else float(found)) for step, found in pairs])
+
+
+def format_schedule(pairs: Iterable[tuple[int, float | None]]) -> str:
+    """Write steps with their densities as --density takes them."""
+    return ",".join(f"{step}:{_DENSE if found is None else repr(float(found))}" for step, found in pairs)
 
 
 class OneOf:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
-from oktopk.engine.settings import GRADIENTS, UPDATES, Settings
+from oktopk.engine.settings import (
+    AUTO,
+    GRADIENTS,
+    MOST_DENSITY,
+    UPDATES,
+    WARMUP_VALUES,
+    Pairs,
+    Settings,
+)
 from oktopk.errors import OkTopkError
 from oktopk.metrics.sinks import SINKS
 from oktopk.utils.names import closest
@@ -17,7 +25,7 @@ from oktopk.wire.codecs import VALUE_CODES
 
 from ..tasks import WORKLOADS, Workload
 from ..tasks.schedules import SCHEDULES, Schedule
-from .kinds import ListOf, OneOf, integer, number, path, switch
+from .kinds import ListOf, OneOf, density, integer, number, or_auto, parse_schedule, path, switch
 
 COMMAND_LINE, ENVIRONMENT, DEFAULT = "command line", "environment", "default"
 """Where the value of an option comes from, besides configurations and networks."""
@@ -90,13 +98,34 @@ class TrainConfig:
 
     compression: bool = option(True, switch, COMPRESSION, "False trains dense, whatever --compressor says")
     compressor: str = option("oktopk", OneOf(ALGORITHMS), COMPRESSION, f"algorithm{NAMES}")
-    density: float = option(
+    density: float | str = option(
         0.01,
+        density,
+        COMPRESSION,
+        "fraction of its gradient entries that a rank sends in a sparse step; auto: the largest one within "
+        "--budget, by measurement; 0:dense,128:0.01: from each step on, as in the schedule of a result.json",
+    )
+    budget: float = option(
+        Settings.budget,
         number(above=0, up_to=1),
         COMPRESSION,
-        "fraction of its gradient entries that a rank sends in a sparse step",
+        "with --density auto: exposed communication that depends on the density, as a share of a step without it",
     )
-    warmup_steps: int = option(128, integer(0), COMPRESSION, "dense steps before the sparse phase")
+    min_density: float = option(
+        Settings.min_density,
+        number(above=0, up_to=MOST_DENSITY),
+        COMPRESSION,
+        "the smallest density that --density auto may choose",
+    )
+    warmup_steps: int | str = option(
+        128, or_auto(integer(0)), COMPRESSION, "dense steps before the sparse phase; auto: a share of the run"
+    )
+    warmup_values: str = option(
+        Settings.warmup_values,
+        OneOf(dict.fromkeys(WARMUP_VALUES)),
+        COMPRESSION,
+        f"sum the dense steps of the warm-up in this format{NAMES}",
+    )
     average: str = option(
         GRADIENTS,
         OneOf(dict.fromkeys((GRADIENTS, UPDATES))),
@@ -174,8 +203,18 @@ class TrainConfig:
         return 0.0 if self.momentum_correction else self.momentum or 0.0
 
     @property
+    def densities(self) -> float | str | Pairs:
+        """--density as the library takes it."""
+        return read_density(self.density)
+
+    @property
     def algorithm(self) -> str:
         return self.compressor if self.compression else "dense"
+
+
+def read_density(value: float | str) -> float | str | Pairs:
+    """The value of --density as the library takes it."""
+    return parse_schedule(value) if isinstance(value, str) and value != AUTO else value
 
 
 OPTIONS: dict[str, Field[Any]] = {item.name: item for item in fields(TrainConfig)}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from oktopk.algorithms.volume import WORD_BYTES, oktopk_words, ring_words
-from oktopk.engine.autotune import RAMP_FROM, Schedule
+from oktopk.engine.autotune import RAMP_FROM, Schedule, plan_warmup
+from oktopk.engine.settings import LEAST_DENSITY, MOST_DENSITY
 from oktopk.metrics.events import ENTRY_BYTES
+
+from .options import TrainConfig, read_density
 
 _ONE_RANK = (
     "one rank: there is nothing to exchange and nothing to compress; sparse steps only delay gradient. Start "
@@ -17,18 +21,41 @@ _ONE_RANK = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. Steps and epochs count from 0."""
+    """What a run will do. Steps and epochs count from 0. `density` is that of the options, also "auto"."""
 
     steps_per_epoch: int
     max_epochs: int
     max_steps: int | None
     warmup_steps: int
     algorithm: str
-    density: float
+    density: float | str
     parameters: int
     world: int
     ramp_steps: int = 0
     ranks_per_host: int = 1
+    budget: float = 0.1
+    min_density: float = LEAST_DENSITY
+    warmup_values: str = "fp32"
+
+    @classmethod
+    def of(cls, config: TrainConfig, steps_per_epoch: int, parameters: int, world: int) -> Plan:
+        """The plan of a run with these options; --warmup-steps auto becomes a number, by the length of the run."""
+        assert config.max_epochs is not None
+        known = (
+            *("max_epochs", "max_steps", "algorithm", "density", "ramp_steps", "ranks_per_host", "budget"),
+            *("min_density", "warmup_values"),
+        )
+        plan = cls(
+            steps_per_epoch=steps_per_epoch,
+            parameters=parameters,
+            world=world,
+            warmup_steps=config.warmup_steps if isinstance(config.warmup_steps, int) else 0,
+            **{name: getattr(config, name) for name in known},
+        )
+        if isinstance(config.warmup_steps, int):
+            return plan
+        warmup_steps, ramp_steps = plan_warmup(plan.steps)
+        return replace(plan, warmup_steps=warmup_steps, ramp_steps=plan.ramp_steps or ramp_steps)
 
     @property
     def steps(self) -> int:
@@ -43,19 +70,48 @@ class Plan:
     @property
     def dense_steps(self) -> int:
         """How many of the run's steps are dense: all of them for the algorithm `dense`, else the warm-up."""
-        return self.steps if self.algorithm == "dense" else self._schedule.dense_steps(self.steps)
+        return self.steps - len(self._sparse)
 
     @property
-    def _schedule(self) -> Schedule:
-        return Schedule(self.density, self.warmup_steps, self.ramp_steps)
+    def _sparse(self) -> Sequence[int]:
+        """The steps that are sparse; with --density auto or --auto, those that may be."""
+        if self.algorithm == "dense":
+            return ()
+        known = read_density(self.density)
+        density = self.min_density if isinstance(known, str) else known
+        return Schedule(density, self.warmup_steps, self.ramp_steps).sparse_steps(self.steps)
 
     @property
     def sparse_steps(self) -> int:
-        return self.steps - self.dense_steps
+        return len(self._sparse)
 
     @property
     def first_sparse_epoch(self) -> int | None:
-        return self.dense_steps // self.steps_per_epoch if self.sparse_steps else None
+        return self._sparse[0] // self.steps_per_epoch if self._sparse else None
+
+    @property
+    def densities(self) -> tuple[float, float]:
+        """The smallest and the largest density of sparse steps behind the ramp."""
+        known = read_density(self.density)
+        if isinstance(known, str):
+            return self.min_density, MOST_DENSITY
+        found = [density for _, density in known if density] if isinstance(known, tuple) else [known]
+        return min(found, default=1.0), max(found, default=1.0)
+
+    @property
+    def ramps(self) -> bool:
+        """Whether the density falls from 25 % at first; a schedule has its own densities."""
+        return self.ramp_steps > 0 and self.densities[0] < RAMP_FROM and ":" not in str(self.density)
+
+    @property
+    def asked(self) -> str:
+        """The density that was asked for, in words."""
+        if isinstance(self.density, float | int):
+            return f"density {self.density:g}"
+        low, high = self.densities
+        if isinstance(read_density(self.density), str):
+            return f"a density of {low:g} to {high:g} by measurement (budget: {100 * self.budget:g} % of a step)"
+        return f"the densities of a schedule, {low:g} to {high:g}"
 
     @property
     def never_sparse(self) -> bool:
@@ -104,7 +160,8 @@ class Plan:
 
         With ranks_per_host, one rank sends for its host.
         """
-        k, senders, ring = max(1, round(self.density * self.parameters)), self._senders, self.dense_bytes
+        least, most = self.densities
+        k, senders, ring = max(1, round(least * self.parameters)), self._senders, self.dense_bytes
         who = "rank" if self.ranks_per_host == 1 else "host"
         sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"a single {who} sends nothing"
         lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
@@ -113,8 +170,12 @@ class Plan:
             bounded = self.algorithm == "oktopk" and senders > 1
             about = f"; a {who} sends less than {bound:,.0f} on average (6k words)" if bounded else ""
             payload = f"{ENTRY_BYTES * k:,} bytes for {k:,} entries"
-            lines.append(f"a sparse step at density {self.density:g}: {payload}{about}")
-            if self.ramp_steps and self.density < RAMP_FROM:
+            if self.warmup_values != "fp32" and senders > 1:
+                lines[0] += f", half of that in {self.warmup_values} during the warm-up"
+            lines.append(f"a sparse step at density {least:g}: {payload}{about}")
+            if least < most:
+                lines.append(f"sparse steps have {self.asked}")
+            if self.ramps:
                 lines.append(f"the density falls from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps")
             if self.world == 1:
                 lines.append(_ONE_RANK)

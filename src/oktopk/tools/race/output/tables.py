@@ -134,10 +134,10 @@ def _asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         except RaceError:  # the folder of another version: its results are shown all the same
             continue
         if settings is not None and settings.algorithm.name != DENSE:
-            said.append(
-                f"{name}: density asked for {settings.density:g} (n/k {1 / settings.density:.4g}), "
-                f"{settings.warmup_steps} dense steps first"
-            )
+            known, density = "by measurement", settings.density
+            if isinstance(density, float | int):
+                known = f"{density:g} (n/k {1 / density:.4g})"
+            said.append(f"{name}: density asked for {known}, {settings.warmup_steps} dense steps first")
     return said
 
 

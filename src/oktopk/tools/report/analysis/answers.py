@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from oktopk.engine.settings import AUTO
 from oktopk.metrics.events import DENSE, SPARSE
 
 from ..units import format_bytes, format_seconds, percent
@@ -64,6 +65,8 @@ def _density(run: Run, means: Mapping[str, Any], phase: str) -> str:
     )
     asked = run.lookup("density")
     wanted = f"{percent(asked)} was asked for, " if isinstance(asked, float) else ""
+    if asked == AUTO:
+        wanted = "the density was chosen by measurement, "
     return (
         f"Rank 0 sent {percent(means['local_density'])} of its entries in a sparse step on average; {wanted}the "
         f"target of these steps was {percent(means['target_density'])}{kept}. The result had density "

@@ -36,7 +36,7 @@ def about(run: Mapping[str, Any]) -> str:
     density = (
         ""
         if known["density"] is None or known["algorithm"] == "dense"
-        else f" at density {plain(known['density'])}"
+        else f" at density {_asked(known['density'], plain)}"
     )
     parts = [
         what,
@@ -48,6 +48,13 @@ def about(run: Mapping[str, Any]) -> str:
         "finished" if known["finished"] else "not finished",
     ]
     return f'<p class="soft">{safe(", ".join(part for part in parts if part))}</p>'
+
+
+def _asked(density: float | str, form: Callable[[Any], str]) -> str:
+    """The density that was asked for: a number, auto, or a schedule, which is too long to show."""
+    if isinstance(density, str):
+        return "of a schedule" if ":" in density else density
+    return form(density)
 
 
 def plain(value: object) -> str:
@@ -189,7 +196,7 @@ def finals(rows: Sequence[Mapping[str, Any]]) -> str:
         "hidden": _column(rows, "hidden_work_share", percent),
         "sent in all": _column(rows, "sent_so_far_bytes", format_bytes),
         "time in steps": _column(rows, "elapsed_seconds", format_seconds),
-        "density asked for": _column(rows, "density", percent),
+        "density asked for": _column(rows, "density", lambda asked: _asked(asked, percent)),
         "density sent": _column(rows, "local_density", percent),
         "phase": [row["phase"] for row in rows],
         "ranks": [row["world"] for row in rows],

@@ -1,0 +1,320 @@
+"""density="auto": the largest density whose exposed communication stays within a budget, by measured steps.
+
+The model of a sparse step with density d:
+
+    exposed(d) = fixed + slope · d      fixed    whatever d is: latency, control messages, the pass that selects
+                                        slope·d  what d costs: encoding, transfer, decoding, sums
+    period(d)  = base + slope · d       from the end of a step to the end of the next one
+
+Of each step the smallest exposed time over all ranks counts: the rank that came last has waited for nobody,
+whatever the algorithm. The slope comes from steps of two densities; what does not depend on the density cancels
+out. If `fixed` is negative, backward hides so much: only slope · d + fixed is exposed. The budget allows
+
+    slope · d + min(0, fixed)  <=  budget · base
+
+    probing window   │ 8 steps at d / 4 │ 8 steps at d │   two medians: slope and fixed
+    resting window   │ 16 steps at d                   │   one median: is it what slope and fixed predict?
+
+All ranks gather their times at the end of each window, in one small round, and decide alike. A new density outside
+of what was measured is probed next; otherwise 4 windows rest, then 8, 16, … up to 64. Exposed time that is not as
+predicted (another link) ends the rest: a longer one is taken for a larger slope at once, a shorter one is probed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator
+from ..errors import WireError
+from .settings import MOST_DENSITY, Settings
+
+_log = logging.getLogger(__name__)
+
+WINDOW = 16
+"""Steps between decisions."""
+_HALF = WINDOW // 2
+SPREAD = 4.0
+"""The upper density of a probe is so many times the lower one. A density grows by no more at a time."""
+TOLERANCE = 1.25
+"""A density within this factor of the wanted one stays: medians of a few steps are no better."""
+_SAME_LINK = 2.0
+"""A slope that is measured again after a rest is averaged with the one before, if it is within this factor."""
+_REST, _LONGEST_REST = 4, 64
+_FEWEST = 3
+"""Steps that a median needs."""
+
+
+class Measured(NamedTuple):
+    """A sparse step, as all ranks have agreed on it.
+
+    Attributes:
+        density: of the step.
+        exposed: seconds from the last bucket to the end of the step, the smallest over ranks.
+        period: seconds from the end of the step before to the end of this one, the median over ranks.
+    """
+
+    density: float
+    exposed: float
+    period: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is allowed: a share of a step without its density-dependent part, and the range of densities."""
+
+    share: float
+    least: float
+    most: float = MOST_DENSITY
+
+    def limit(self, density: float) -> float:
+        return min(self.most, max(self.least, density))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The model of a step, in seconds; the slope is per unit of density."""
+
+    fixed: float = 0.0
+    slope: float = 0.0
+    base: float = 0.0
+
+    def exposed(self, density: float) -> float:
+        return max(0.0, self.fixed + self.slope * density)
+
+    def dependent(self, density: float) -> float:
+        """The part of the exposed time that depends on the density."""
+        return max(0.0, self.slope * density + min(0.0, self.fixed))
+
+    def exceed(self, budget: Budget) -> bool:
+        """Whether fixed costs alone are more than the budget."""
+        return self.fixed > budget.share * self.base
+
+
+@dataclass(frozen=True)
+class Course:
+    """What all ranks do in the window that begins with step `start`.
+
+    Attributes:
+        start: the first step of the window.
+        density: of a resting window, and the upper one of a probe.
+        probing: whether the window has two densities.
+        costs: the model, as far as it is known.
+        rest: windows until the next probe; 0 in a probe that was due, and for which there was no other reason.
+        pause: windows between the last two probes, which doubles when a probe changes nothing.
+    """
+
+    start: int
+    density: float
+    probing: bool = True
+    costs: Costs = field(default_factory=Costs)
+    rest: int = _REST
+    pause: int = _REST
+
+    @classmethod
+    def first(cls, start: int, budget: Budget) -> Course:
+        """The first window: a probe from the least density on."""
+        return cls(start, budget.limit(SPREAD * budget.least), pause=_REST // 2)
+
+    def levels(self, budget: Budget) -> tuple[float, float]:
+        """The densities of a probe. The least one cannot be divided: there a larger one is tried."""
+        low = budget.limit(self.density / SPREAD)
+        return low, budget.limit(max(self.density, 2 * low))
+
+    def density_at(self, step: int, budget: Budget) -> float:
+        if not self.probing:
+            return self.density
+        return self.levels(budget)[step - self.start >= _HALF]
+
+    def counts(self, step: int) -> bool:
+        """Whether a step is timed. The first one of a density is not: its thresholds are evaluated exactly."""
+        return step not in (self.start, self.start + _HALF) if self.probing else step != self.start
+
+
+def decide(course: Course, steps: Sequence[Measured], budget: Budget) -> Course | None:
+    """The course of the next window, by the steps of this one; None if they are too few.
+
+    A pure function of numbers that all ranks have agreed on.
+    """
+    counts = {density: sum(step.density == density for step in steps) for density in {s.density for s in steps}}
+    wanted_levels = len({*course.levels(budget)}) if course.probing else 1
+    if len(counts) < wanted_levels or min(counts.values(), default=0) < _FEWEST:
+        return None
+    surprise = 0.0 if course.probing else _surprise(course, steps, budget)
+    costs = _fit(course, steps, surprise)
+    low, high = min(counts), max(counts)
+    wanted = min(_largest(costs, course.costs, budget), budget.limit(SPREAD * high))
+    stays = surprise < 0 or _is_near(wanted, course.density, budget)
+    density = course.density if stays else wanted
+    probing = surprise != 0 or not low / TOLERANCE <= density <= high * TOLERANCE
+    if probing or not stays:
+        return replace(course, density=density, probing=probing, costs=costs, rest=_REST, pause=_REST)
+    if course.probing:  # it was right
+        pause = min(_LONGEST_REST, 2 * course.pause)
+        return replace(course, probing=False, costs=costs, rest=pause, pause=pause)
+    return replace(course, probing=course.rest <= 1, costs=costs, rest=course.rest - 1)
+
+
+def _surprise(course: Course, steps: Sequence[Measured], budget: Budget) -> float:
+    """How much longer a resting window was exposed than predicted, in seconds; 0 if that is within tolerance."""
+    expected = course.costs.exposed(course.density)
+    more = median(step.exposed for step in steps) - expected
+    least = (TOLERANCE - 1) * max(expected, budget.share * course.costs.base)
+    return more if abs(more) > least else 0.0
+
+
+def _fit(course: Course, steps: Sequence[Measured], surprise: float) -> Costs:
+    """The model by the steps of a window. A resting one tells the slope only if it is taken to have changed."""
+    before, of_density = course.costs, {step.density for step in steps}
+    low, high = min(of_density), max(of_density)
+    fixed, slope = before.fixed, before.slope
+    if high > low:
+        exposed = [median(step.exposed for step in steps if step.density == level) for level in (low, high)]
+        slope = max(0.0, (exposed[1] - exposed[0]) / (high - low))
+        if course.rest == 0 and before.slope / _SAME_LINK <= slope <= before.slope * _SAME_LINK:
+            slope = (slope + before.slope) / 2
+        fixed = median(step.exposed - slope * step.density for step in steps)
+    elif surprise:
+        slope = max(0.0, slope + surprise / high)
+    costs = Costs(fixed, slope)
+    return replace(costs, base=max(0.0, median(s.period - costs.dependent(s.density) for s in steps)))
+
+
+def _largest(costs: Costs, before: Costs, budget: Budget) -> float:
+    """The largest density within the budget; the least one if fixed costs alone exceed it."""
+    room = budget.share * costs.base
+    fitted = before.base > 0 and not before.exceed(budget)
+    if costs.fixed > room * (TOLERANCE if fitted else 1.0):  # just above is no reason to turn back
+        return budget.least
+    if costs.slope <= 0:
+        return budget.most
+    return budget.limit((room - min(0.0, costs.fixed)) / costs.slope)
+
+
+def _is_near(wanted: float, density: float, budget: Budget) -> bool:
+    """Whether a density can stay. The ends of the range are taken exactly."""
+    if wanted in (budget.least, budget.most):
+        return wanted == density
+    return 1 / TOLERANCE <= wanted / density <= TOLERANCE
+
+
+def explain(course: Course, budget: Budget) -> str:
+    """Why the density is what it is, in words."""
+    costs, density, room = course.costs, course.density, budget.share * course.costs.base
+    allowed = f"the budget of {_ms(room)} ({100 * budget.share:.3g} % of a step)"
+    if density <= budget.least and costs.exceed(budget):
+        return f"fixed costs alone (latency, control messages, selection: {_ms(costs.fixed)}) exceed {allowed}"
+    said = f"it takes {_ms(costs.dependent(density))} of {allowed}; {_ms(max(0.0, costs.fixed))} are fixed costs"
+    if density >= budget.most:
+        return f"{said}; it is the largest that is chosen"
+    if density <= budget.least:
+        return f"{said}; it is the smallest that is chosen, unless min_density= is given"
+    return said
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+class DensityBudget:
+    """Follows a budget: the densities of all sparse steps after warm-up and ramp, the same on all ranks.
+
+    `density()` is a pure function; `record()` and `decide()` change what it answers.
+    """
+
+    def __init__(self, settings: Settings, start: int) -> None:
+        self.budget = Budget(settings.budget, settings.min_density)
+        self.course = Course.first(start, self.budget)
+        self._timed: list[tuple[float, float, float]] = []
+        """Density, exposed time and period of the steps of this window, on this rank."""
+        self._ended: float | None = None
+
+    def density(self, step: int) -> float:
+        """The density of a sparse step of this window."""
+        return self.course.density_at(step, self.budget)
+
+    def record(self, step: int, density: float | None, exposed: float, ended: float) -> None:
+        """Record a step; one that was dense or skipped has no density, and tells nothing.
+
+        Args:
+            step: its number.
+            density: what it was reduced with.
+            exposed: seconds from its last bucket to its end.
+            ended: when it ended, by time.perf_counter().
+        """
+        before, self._ended = self._ended, ended
+        if density is not None and before is not None and step >= self.course.start and self.course.counts(step):
+            self._timed.append((density, max(0.0, exposed), max(0.0, ended - before)))
+
+    def decides_after(self, step: int) -> bool:
+        """Whether the step is the last one of a window."""
+        return step >= self.course.start + WINDOW - 1
+
+    def decide(self, comm: Communicator, step: int) -> None:
+        """Agree with all ranks of `comm` on the next window, which begins behind this step."""
+        timed, self._timed = self._timed, []
+        chosen = None
+        if timed:  # on all ranks alike
+            own = torch.tensor([times[1:] for times in timed], dtype=torch.float64)
+            gathered = gather_seconds(comm, own.flatten(), "density").view(comm.world, *own.shape)
+            exposed, period = gathered[:, :, 0].amin(0).tolist(), gathered[:, :, 1].median(0).values.tolist()
+            agreed = [Measured(*of_step) for of_step in zip((t[0] for t in timed), exposed, period, strict=True)]
+            chosen = decide(self.course, agreed, self.budget)
+        before, self.course = self.course, replace(chosen or self.course, start=step + 1)
+        first = before.costs.base == 0
+        if comm.rank == 0 and chosen is not None and (first or chosen.density != before.density):
+            _log.info(
+                "oktopk: density %.3g %% from step %d on: %s",
+                *(100 * self.course.density, self.course.start, explain(self.course, self.budget)),
+            )
+
+    def figures(self) -> dict[str, float]:
+        """The model and the budget, for loggers."""
+        course = self.course
+        return {
+            "chosen_density": course.density,
+            "density_seconds": course.costs.dependent(course.density),
+            "fixed_seconds": course.costs.fixed,
+            "budget_seconds": self.budget.share * course.costs.base,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.course)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a course; a ValueError if that cannot be right."""
+        course = read_course(saved)
+        self.course = replace(course, density=self.budget.limit(course.density))
+        self._timed, self._ended = [], None
+
+
+def read_course(saved: Mapping[str, Any]) -> Course:
+    """Check a course that another rank or a file has told."""
+    costs = Costs(**saved["costs"])
+    course = Course(**{**saved, "costs": costs})
+    seconds = (costs.fixed, costs.slope, costs.base)
+    if not all(type(x) in (int, float) and math.isfinite(x) for x in seconds) or min(seconds[1:]) < 0:
+        raise ValueError(f"density budget: costs must be finite, and only fixed ones may be negative, got {costs}")
+    if type(course.density) is not float or not 0 < course.density <= 1:
+        raise ValueError(f"density budget: density must be in (0, 1], got {course.density!r}")
+    counts = (course.start, course.rest, course.pause)
+    if type(course.probing) is not bool or not all(type(x) is int and x >= 0 for x in counts):
+        raise ValueError(f"density budget: start, rest and pause must be integers from 0, got {course}")
+    return course
+
+
+def gather_seconds(comm: Communicator, own: Tensor, what: str) -> Tensor:
+    """The times of all ranks, a row for each; a rank that sends something else is named."""
+    gathered = comm.all_gather_sealed(own, own.nbytes, what)
+    for rank, seconds in enumerate(gathered):
+        if seconds.numel() != own.numel() or not bool((seconds >= 0).all() and seconds.isfinite().all()):
+            who = comm.global_rank(rank)
+            raise WireError(f"all_gather ({what}): rank {who} sent {seconds.tolist()} as seconds")
+    return torch.stack(gathered)
