@@ -78,7 +78,7 @@ def or_auto(parse_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return parse_number(value)
         except ValueError as error:
-            raise ValueError(f"{AUTO}, or {error}") from error
+            raise ValueError(f"{error}, or {AUTO}") from error
 
     parse.__name__ = parse_number.__name__
     return parse
