@@ -224,7 +224,7 @@ WRONG = (
     ("density", "1.5", "a number above 0 up to 1"),
     ("density", "1%", "a number above 0 up to 1, or auto"),
     ("density", "0:0.01,0:0.02", "a number, auto, or steps with densities like 0:dense,128:0.01"),
-    ("density", "128:", "steps with densities like 0:dense,128:0.01"),
+    ("density", "128:", "a number, auto, or steps with densities like 0:dense,128:0.01"),
     ("warmup_steps", "automatic", "a whole number from 0 on, or auto"),
     ("budget", "0", "a number above 0 up to 1"),
     ("min_density", "0.5", "a number above 0 up to 0.25"),
