@@ -147,7 +147,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     ("words", "said"),
     [
         (("--lr", "fast"), "--lr must be a number above 0, got 'fast'"),
-        (("--density", "2"), "--density must be a number above 0 up to 1, got '2'"),
+        (("--density", "2"), "--density must be a number above 0 up to 1, or auto, got '2'"),
         (("--compression", "perhaps"), "--compression must be True or False, got 'perhaps'"),
         (("--dnn", "lstm", "--dataset", "an4"), "lstm trains on ptb, not on 'an4': remove --dataset"),
         (("--config", "absent.toml"), "config absent.toml: No such file or directory"),

@@ -88,7 +88,8 @@ def states(folder: Path, pattern: str) -> list[dict[str, Any]]:
 
 def test_the_table_names_every_example() -> None:
     named = re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text())
-    assert sorted(named) == sorted(file.name for file in EXAMPLES.glob("*.py"))
+    packages = (file.parent for file in EXAMPLES.glob("*/pyproject.toml"))
+    assert sorted(named) == sorted(path.name for path in (*EXAMPLES.glob("*.py"), *packages))
 
 
 def test_collective() -> None:

@@ -71,14 +71,6 @@ class FrontEnd:
         """
         return {} if self._held is None else self._held.stats()
 
-    @property
-    def schedule(self) -> list[tuple[int, float | None]]:
-        """The density of every step so far, as pairs (step, density): from that step on; None is dense.
-
-        Passed as `density=` of another run, it repeats this one to the bit, whatever the steps take there.
-        """
-        return [] if self._held is None else self._held.schedule
-
     def run(self, job: Callable[[Communicator], T]) -> T:
         """Let all ranks communicate between steps: to save a checkpoint, say.
 

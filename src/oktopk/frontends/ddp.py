@@ -40,7 +40,7 @@ class OkTopkState(FrontEnd):
         process_group: the ranks; by default all of torch.distributed. It must be the group of the DDP model.
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
         density: share of entries that each rank sends in a sparse step; "auto" to choose it by measurement, within
-            a `budget`; or pairs (step, density), such as the `schedule` of another run, to repeat that one.
+            a `budget`; or pairs (step, density), such as state_dict()["schedule"] of another run, to repeat it.
         warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
         named_parameters: pairs of name and parameter, for checkpoints and errors; register() knows them by itself.
         buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.

@@ -119,6 +119,14 @@ class WrappedOptimizer(FrontEnd, Optimizer):
         self.run(lambda comm: broadcast_tensors(comm, tensors))
 
     @property
+    def schedule(self) -> list[tuple[int, float | None]]:
+        """The density of every step so far, as pairs (step, density): from that step on; None is dense.
+
+        Passed as `density=` of another run, it repeats this one to the bit, whatever the steps take there.
+        """
+        return self._engine.schedule
+
+    @property
     def rank(self) -> int:
         """The number of this rank."""
         return self._engine.rank

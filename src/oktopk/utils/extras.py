@@ -70,8 +70,9 @@ def install_command(*extras: str) -> str:
 def _source() -> tuple[Path | None, bool]:
     """The checkout that oktopk was installed from, if any, and whether it runs from there."""
     try:
-        text = metadata.distribution("oktopk").read_text("direct_url.json")
-        known = json.loads(text or "{}")
+        # A checkout on the path has metadata of its own, which does not say how it was installed.
+        texts = [found.read_text("direct_url.json") for found in metadata.distributions(name="oktopk")]
+        known = json.loads(next(filter(None, texts), "{}"))
         if "dir_info" not in known:
             return None, False
         folder = Path(unquote(urlparse(known["url"]).path))
