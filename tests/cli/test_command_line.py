@@ -80,7 +80,7 @@ MISTAKES: dict[tuple[str, ...], str] = {
     ("doctor", "--optimizer", "adamW"): "error: --optimizer 'adamW' is unknown: did you mean 'adamw'?",
     ("jobscript", "--scheduler", "lsf"): "error: --scheduler 'lsf' is unknown: choose from slurm, pbs",
     # values
-    ("train", "--density", "0"): "oktopk train: error: --density must be a number above 0 up to 1, or auto, got '0'",
+    ("train", "--density", "0"): "error: --density must be a number above 0 up to 1, or auto, got '0'",
     ("train", "--batch-size", "2.5"): "error: --batch-size must be a whole number from 1 on, got '2.5'",
     ("train", "--lr", "fast"): "oktopk train: error: --lr must be a number above 0, got 'fast'",
     ("train", "--ranks-per-host", "2"): "--ranks-per-host is 2, but the number of ranks, 1, is no multiple of it",
