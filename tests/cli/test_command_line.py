@@ -76,6 +76,8 @@ MISTAKES: dict[tuple[str, ...], str] = {
     ("simulate", "--algorithms", "oktop"): "--algorithms: unknown algorithm 'oktop': did you mean 'oktopk'?",
     ("simulate", "--net", "1gibt:5us"): "--net 1gibt:5us: rate must be like 100mbit or 1gbit, from 1kbit",
     (*RACE, "--link", "1gibt"): "got '1gibt': did you mean 1gbit?",
+    ("doctor", "--link", "10M"): "oktopk doctor: error: --link: rate must be like 100mbit or 1gbit, from 1kbit to",
+    ("doctor", "--compute-seconds", "x"): "error: --compute-seconds must be a time like 0.25 or 250ms, got 'x'",
     (*RACE, "--contenders", "powersdg"): "unknown contender 'powersdg': did you mean 'powersgd'?",
     ("doctor", "--optimizer", "adamW"): "error: --optimizer 'adamW' is unknown: did you mean 'adamw'?",
     ("jobscript", "--scheduler", "lsf"): "error: --scheduler 'lsf' is unknown: choose from slurm, pbs",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from oktopk.tools.lab import lab_problem
 from tests.support.paths import ROOT
 
 SECONDS = 300
@@ -91,6 +92,23 @@ def test_the_benchmark(site: Path, tmp_path: Path) -> None:
     assert found.keys() == {"ddp", "randomk", "randomk:int8", "oktopk:int8"}
     assert found["randomk:int8"]["values"] == "int8"
     assert 0 < found["randomk:int8"]["sent_bytes"] < found["randomk"]["sent_bytes"]
+
+
+def test_hosts_of_a_lab_have_it_too(tmp_path: Path) -> None:
+    """They inherit --import with the environment."""
+    if problem := lab_problem():
+        pytest.skip(problem)
+    shutil.copy(ROOT / "examples" / "plugin" / "oktopk_example.py", tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import oktopk, oktopk_example as e\noktopk.ALGORITHMS['randomk'] = e.RandomK\n"
+    )
+    words = ("--link", "none", "--ranks", "2", "--model", "mlp", "--params", "20k", "--steps", "2")
+    contenders = ("--import", "mine", "--contenders", "ddp,randomk")
+    done = call([sys.executable, "-m", "oktopk", "bench", *words, *contenders, "--json"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ddp, ours = json.loads(done.stdout)["records"]
+    assert (ours["name"], ours["link"]) == ("randomk", "none")
+    assert 0 < ours["interface_bytes"] < ddp["interface_bytes"]
 
 
 def test_the_simulator(site: Path, tmp_path: Path) -> None:

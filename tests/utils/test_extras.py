@@ -61,20 +61,17 @@ class Installed:
 def test_the_hint_fits_the_installation(
     url: dict[str, object] | None, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metadata, "distribution", lambda name: Installed(url))
+    monkeypatch.setattr(metadata, "distributions", lambda name: [Installed(None), Installed(url)])
     assert extras.install_command("mpi", "train") == command
 
 
 def test_in_the_checkout_it_is_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     url = {"url": tmp_path.as_uri(), "dir_info": {"editable": True}}
-    monkeypatch.setattr(metadata, "distribution", lambda name: Installed(url))
+    monkeypatch.setattr(metadata, "distributions", lambda name: [Installed(None), Installed(url)])
     assert extras.install_command("train") == "pip install -e '.[train]'"
 
 
 def test_a_tree_that_is_not_installed_has_a_hint_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "distribution", missing)
+    monkeypatch.setattr(metadata, "distributions", lambda name: [])
     assert extras.install_command("train") == "pip install 'oktopk[train]'"

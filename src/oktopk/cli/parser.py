@@ -20,6 +20,7 @@ _PLAINER = (
     (re.compile(r"argument (\S+): not allowed with argument (\S+)"), r"\1 and \2 cannot be combined"),
     (re.compile(r"argument (\S+): ignored explicit argument (.*)"), r"\1 takes no value, got \2"),
     (re.compile(r"the following arguments are required: (.*)"), _MISSING + r"\1"),
+    (re.compile(r"^argument (\S+): "), r"\1: "),
 )
 """What argparse says, and how a user would."""
 
