@@ -133,6 +133,15 @@ def test_latency_does_not_count_until_it_alone_exceeds_the_budget(fixed: float, 
     assert typical(densities[64:]) == density
 
 
+@pytest.mark.parametrize(
+    ("rate", "least", "density"), [(1e6, 0.001, 0.01), (1e6, 0.05, 0.05), (20, 0.001, 0.0065)]
+)
+def test_fixed_costs_alone_never_ask_for_less_than_one_percent(rate: float, least: float, density: float) -> None:
+    """Though less may be allowed: it would not help. Only a slow link is a reason."""
+    found = typical(follow(Link(rate * MBIT, fixed=0.5), 200, Budget(0.1, least))[64:])
+    assert found == pytest.approx(density, rel=TOLERANCE - 1)
+
+
 def test_only_what_backward_does_not_hide_counts() -> None:
     """Half a second is hidden: five times as much can be sent as its budget alone would pay for."""
     link = Link(50 * MBIT, hidden=0.504)

@@ -67,6 +67,15 @@ def test_the_warm_up_sends_half_the_bytes_and_rounds_to_16_bits(layout: str, wor
         assert stepping.same_bits(step[0].result, exact[0].result)
 
 
+def test_a_dense_step_after_the_warm_up_is_exact() -> None:
+    """Where training stays dense, and for parameters that always are: 16 bits are for the warm-up alone."""
+    options: dict[str, Any] = {"warmup_steps": 1, "density": [(0, None), (3, 0.05)], "dense": ["b"]}
+    options["buckets"] = [["b"], ["a", "c", "d"]]
+    rounded, exact = (run_steps(2, 5, warmup_values=values, **options) for values in ("bf16", "fp32"))
+    same = [stepping.same_bits(a[0].result, b[0].result) for a, b in zip(rounded, exact, strict=True)]
+    assert same == [False, True, True, True, True]
+
+
 def test_one_rank_has_nothing_to_round() -> None:
     for step, exact in zip(run_steps(1, 3, warmup_values="fp16"), run_steps(1, 3), strict=True):
         assert stepping.same_bits(step[0].result, exact[0].result)

@@ -222,6 +222,7 @@ def test_the_means_over_seeds_are_a_table_too(tmp_path: Path, command: list[str]
     ("words", "complaint"),
     [
         (["--algorithms", "zip"], "--algorithms must be one of dense"),
+        (["--densities", "0:dense,128:0.01"], "--densities takes numbers and auto, got 0:dense"),
         (["--densities", "0.01,2"], "--densities must be a number above 0 up to 1, or auto, got '2'"),
         (["--seeds", ","], "--seeds needs at least one value"),
         (["--", "--seed", "3"], "--seed after --: the sweep sets it"),

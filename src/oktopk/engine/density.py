@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..comm import Communicator
 from ..errors import WireError
-from .settings import MOST_DENSITY, Settings
+from .settings import LEAST_DENSITY, MOST_DENSITY, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -188,14 +188,13 @@ def _fit(course: Course, steps: Sequence[Measured], surprise: float) -> Costs:
 
 
 def _largest(costs: Costs, before: Costs, budget: Budget) -> float:
-    """The largest density within the budget; the least one if fixed costs alone exceed it."""
+    """The largest density within the budget; no more than 1 % if fixed costs alone exceed it."""
     room = budget.share * costs.base
+    largest = (room - min(0.0, costs.fixed)) / costs.slope if costs.slope > 0 else budget.most
     fitted = before.base > 0 and not before.exceed(budget)
     if costs.fixed > room * (TOLERANCE if fitted else 1.0):  # just above is no reason to turn back
-        return budget.least
-    if costs.slope <= 0:
-        return budget.most
-    return budget.limit((room - min(0.0, costs.fixed)) / costs.slope)
+        largest = min(largest, LEAST_DENSITY)
+    return budget.limit(largest)
 
 
 def _is_near(wanted: float, density: float, budget: Budget) -> bool:
@@ -209,7 +208,7 @@ def explain(course: Course, budget: Budget) -> str:
     """Why the density is what it is, in words."""
     costs, density, room = course.costs, course.density, budget.share * course.costs.base
     allowed = f"the budget of {_ms(room)} ({100 * budget.share:.3g} % of a step)"
-    if density <= budget.least and costs.exceed(budget):
+    if density <= max(budget.least, LEAST_DENSITY) and costs.exceed(budget):
         return f"fixed costs alone (latency, control messages, selection: {_ms(costs.fixed)}) exceed {allowed}"
     said = f"it takes {_ms(costs.dependent(density))} of {allowed}; {_ms(max(0.0, costs.fixed))} are fixed costs"
     if density >= budget.most:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..algorithms import Algorithm, find_algorithm
 from ..comm import Communicator, run_threads
 from .gradients import EDGE_CASES, SHAPES, SIZE, Gradient, all_in_one_region, heavy_tailed, tiny_and_huge
-from .laws import TIMEOUT, Outcome, Steps, assert_laws, bits, follow, run
+from .laws import Outcome, Steps, assert_laws, bits, follow, run
 
 _FEW = (1, 2, 3, 5)
 
@@ -119,7 +119,7 @@ def _checkpoint(algorithm: Algorithm, world: int) -> None:
             state = algorithm.unpack_state(_saved_and_loaded(algorithm.pack_state(state)))
         return [*first, *follow(comm, gradient, range(cut, steps), algorithm, 0.03, residual, state)]
 
-    resumed = [list(outcomes) for outcomes in zip(*run_threads(world, rank, timeout=TIMEOUT), strict=True)]
+    resumed = [list(outcomes) for outcomes in zip(*run_threads(world, rank), strict=True)]
     _assert_same(run(world, gradient, steps, algorithm, 0.03), resumed, "a resumed run differs")
 
 

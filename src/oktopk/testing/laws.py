@@ -16,7 +16,6 @@ from .gradients import Gradient
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
 """Numbers of ranks."""
-TIMEOUT = 60.0
 _EPSILON, _TINY = torch.finfo(torch.float32).eps, torch.finfo(torch.float32).tiny
 
 
@@ -77,7 +76,7 @@ def run(
         residual = torch.zeros(gradient(comm.rank, 0).numel())
         return follow(comm, gradient, range(steps), algorithm, density, residual, None, **options)
 
-    by_rank = run_threads(world, rank, timeout=TIMEOUT)
+    by_rank = run_threads(world, rank)
     return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 

@@ -140,7 +140,11 @@ def _parse_list(name: str, text: str, flag: str) -> list[Any]:
     found = split_list(text)
     if not found:
         raise ConfigError(f"{flag} needs at least one value, got {text!r}")
-    return [parse(name, word, flag) for word in found]
+    values = [parse(name, word, flag) for word in found]
+    for value in values:
+        if name == "density" and ":" in str(value):
+            raise ConfigError(f"{flag} takes numbers and auto, got {value}: repeat a run with oktopk train")
+    return values
 
 
 Form = Callable[[Any], str]
