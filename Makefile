@@ -11,9 +11,8 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
 
 demo: out := runs/demo-$(shell date +%Y%m%d-%H%M%S)
-demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machine, and report what was sent
-	$(BIN)/oktopk train --config demo --ranks 2 --out $(out)
-	$(BIN)/oktopk report $(out) -o $(out)/report.html
+demo: $(INSTALLED) ## train a small speech recogniser over a slow link, dense and with oktopk, for the same time
+	$(BIN)/oktopk demo --out $(out)
 
 test quick seeds: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"

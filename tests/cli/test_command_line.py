@@ -47,7 +47,7 @@ JOB = ("jobscript", "--scheduler", "slurm")
 MISTAKES: dict[tuple[str, ...], str] = {
     # commands and options
     ("trian",): "oktopk: error: unknown command 'trian': did you mean 'train'?",
-    ("zip",): "oktopk: error: unknown command 'zip': choose from train, sweep",
+    ("zip",): "oktopk: error: unknown command 'zip': choose from demo, train, sweep",
     ("train", "--desnity", "0.1"): "oktopk train: error: unknown option --desnity: did you mean --density?",
     ("train", "--batchsize=8"): "oktopk train: error: unknown option --batchsize: did you mean --batch-size?",
     ("train", "--qqqq"): "oktopk train: error: unknown option --qqqq: see oktopk train --help",

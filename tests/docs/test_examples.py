@@ -1,4 +1,7 @@
-"""The examples do what they say, alone and on several ranks: they learn, mostly by sparse steps, and resume."""
+"""The examples do what they say: they learn, mostly by sparse steps, and resume.
+
+They run on several ranks; two of them also alone, which they all do by the same function.
+"""
 
 from __future__ import annotations
 
@@ -102,24 +105,22 @@ def test_ddp(ranks: int | None) -> None:
     check(parse(run("ddp", ranks=ranks)), ranks or 1, (20, 180), accuracy=80)
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_optimizer(ranks: int | None) -> None:
-    out = run("optimizer", ranks=ranks)
-    check(parse(out), ranks or 1, (20, 180), accuracy=80)
+def test_optimizer() -> None:
+    out = run("optimizer", ranks=2)
+    check(parse(out), 2, (20, 180), accuracy=80)
     assert int(re.findall(r"^clipped +(\d+)", out, re.MULTILINE)[0]) > 0
 
 
-@pytest.mark.parametrize(("ranks", "every"), [(None, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("ranks", "every"), [(None, 1), (2, 3)])
 def test_local_optimizer(ranks: int | None, every: int) -> None:
     """Warm-up steps are exchanges; the last of 67 rounds has two steps."""
     out = run("local_optimizer", "--sync-every", every, ranks=ranks)
     check(parse(out), ranks or 1, (20, 180) if every == 1 else (20, 47), accuracy=80)
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
-def test_manual_loop(ranks: int | None, tmp_path: Path) -> None:
-    world = ranks or 1
-    out = run("manual_loop", "--out", tmp_path, ranks=ranks)
+def test_manual_loop(tmp_path: Path) -> None:
+    world = 2
+    out = run("manual_loop", "--out", tmp_path, ranks=world)
     summary = parse(out)
     check(summary, world, (20, 180), accuracy=80)
     assert summary.skipped == 1
@@ -153,18 +154,6 @@ def test_elastic_goes_on_by_itself_with_another_number_of_ranks(tmp_path: Path) 
     assert "begins at step 60 with 1 ranks" in second
     check(parse(second), 1, (0, 60), accuracy=60)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-00000075", "step-00000100", "step-00000120"]
-
-
-def test_resume_alone(tmp_path: Path) -> None:
-    out = run("resume", "--out", tmp_path, "--verify", "--steps", 30, "--warmup-steps", 5)
-    check(parse(out), 1, (5, 25), accuracy=15)
-    assert "rank 0: 30 steps later, parameters and residuals are the same bits" in out
-
-
-def test_a_framework_alone() -> None:
-    """One stands for all, because they start slowly."""
-    out = run("accelerate", "--steps", 20, "--warmup-steps", 5, "--density", 0.05)
-    check(parse(out), 1, (5, 15), accuracy=10, ratio=20)
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

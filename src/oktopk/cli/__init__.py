@@ -15,6 +15,7 @@ from oktopk.utils.registry import IMPORT, import_modules
 from .parser import Parser, add_current_folder, add_import, find_imports
 
 COMMANDS = {
+    "demo": "see the point in three minutes: dense and oktopk over the same slow link",
     "train": "train a model and record what happened",
     "sweep": "train with several algorithms, densities and seeds, and compare them",
     "report": "show one run or compare several: as a page, as JSON, or live",

@@ -11,7 +11,8 @@
 Every contender trains the same task with the same optimizer, schedule and clipping. The clock counts training
 steps of the slowest rank, the dense warm-up included; validation and compilation are not counted. Options after --
 are those of `oktopk train`. Finished cells (contender × link × seed) are kept: the same command continues after
-Ctrl-C or a failure. FOLDER gets race.json, race.csv, race.html and race.svg. Links need root or user namespaces.
+Ctrl-C or a failure. FOLDER gets race.json, race.csv, race.html and race.svg. Links need root or user namespaces;
+paced ones do not.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.errors import OkTopkError
-from oktopk.tools.lab import MAX_HOSTS, enter_user_namespace, lab_problem, parse_rate
+from oktopk.tools.lab import MAX_HOSTS, enter_user_namespace, lab_problem
 from oktopk.tools.plotting import figure_problem
 from oktopk.tools.race.cells import Finished, find_finished
 from oktopk.tools.race.contenders import parse_contender
+from oktopk.tools.race.links import PACED, link_rate, needs_lab
 from oktopk.tools.race.output import write_outputs
 from oktopk.tools.race.output.figure import draw
 from oktopk.tools.race.output.tables import text
 from oktopk.tools.race.run import Failure, plan_cells, plan_composed, run_cells
-from oktopk.tools.race.spec import LOOPBACK, Race, RaceError, Target, parse_target
+from oktopk.tools.race.spec import Race, RaceError, Target, parse_target
 from oktopk.tools.race.summary import build_summary
 from oktopk.train.building import build_task
 from oktopk.train.config.options import COMPRESSION, OPTIONS, OUTPUT, RANKS, ConfigError, parse
@@ -76,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link", default="100mbit", metavar="RATE,…",
-        help="rates of links between hosts in network namespaces; none: processes on loopback (default: 100mbit)",
+        help="rates of links between hosts in network namespaces; none: processes on loopback; paced:RATE: the "
+        "same with a pause after each step, as long as the link would take for its bytes (default: 100mbit)",
     )  # fmt: skip
     parser.add_argument("--seeds", default="0", metavar="S,T,…", help="seeds (default: 0)")
     add_alias(parser, "--seed", "seeds")
@@ -151,12 +154,13 @@ def _race(options: argparse.Namespace) -> int:
     contenders, links, seeds = _lists(options)
     if options.out is None:
         raise RaceError("pass --out FOLDER: finished cells are kept there")
-    limited = any(link != LOOPBACK for link in links)
+    limited = any(needs_lab(link) for link in links)
     if limited:
         enter_user_namespace()  # which starts this program again, so that it comes before any work
     race = _make_race(options)
     if limited and (problem := lab_problem()):
-        raise RaceError(f"--link {options.link}: {problem}; --link none runs on loopback")
+        instead = f"--link {PACED}{next(filter(needs_lab, links))} emulates it by pauses on loopback"
+        raise RaceError(f"--link {options.link}: {problem}; {instead}")
     plan = plan_composed if options.composed else plan_cells
     make_folder(options.out)
     with closing(FolderLock(options.out)):
@@ -220,7 +224,7 @@ def _lists(options: argparse.Namespace) -> tuple[list[str], list[str], list[int]
     parsed = [parse_contender(name) for name in contenders]
     for link in links:
         try:
-            _ = link == LOOPBACK or parse_rate(link)
+            link_rate(link)
         except ValueError as error:
             raise RaceError(f"--link: {error}") from None
     follows = [one.name for one in parsed if one.follows_link]
@@ -239,7 +243,7 @@ def _make_race(options: argparse.Namespace) -> Race:
             raise RaceError(f"--{name} must be above 0, got {value:g}")
     if options.ranks < 2:
         raise RaceError(f"--ranks must be at least 2, got {options.ranks}: one rank has nothing to send")
-    if options.ranks > MAX_HOSTS and options.link != LOOPBACK:
+    if options.ranks > MAX_HOSTS and any(map(needs_lab, split_list(options.link))):
         raise RaceError(f"--link makes a network of at most {MAX_HOSTS} hosts, and --ranks is {options.ranks}")
     if options.composed and options.seconds is not None:
         raise RaceError("--composed trains to a --target or to the last step: leave out --seconds")

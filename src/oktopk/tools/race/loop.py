@@ -32,7 +32,8 @@ from oktopk.train.tasks import StepPosition
 from .attach import attach, compiles, rehearse
 from .cells import COMPILING, CellFolder, Point, Step, finite
 from .contenders import Contender, parse_contender
-from .spec import LOOPBACK, TIMING, RaceError, Spec
+from .links import needs_lab, pause_seconds
+from .spec import TIMING, RaceError, Spec
 
 TIMED_WARMUP = 12
 """Dense steps of a timing cell, of which the first ones are not counted."""
@@ -60,6 +61,18 @@ class Progress:
     sent_bytes: float = 0.0
     saved_at: float = 0.0
     """The clock of the last checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """One step on this rank."""
+
+    seconds: float
+    loss: float
+    sent_bytes: float
+    """Metered or modelled, by the contender."""
+    counter: int | None
+    """Bytes that the interface of a host in a lab had sent before the step."""
 
 
 class CellLoop:
@@ -130,7 +143,7 @@ class CellLoop:
         return ended
 
     def _step_and_judge(self, batches: Iterator[Any]) -> str | None:
-        self._record(*self._step(batches))
+        self._record(self._step(batches))
         ended = self._at_limit()
         if not self.timing and (ended or self.done.step % self.race.val_every == 0):
             ended = self._validate() or ended
@@ -138,10 +151,8 @@ class CellLoop:
             self._save()
         return ended
 
-    def _step(self, batches: Iterator[Any]) -> tuple[float, float, int | None]:
-        """Train one step; returns its seconds, its loss, and the bytes that the interface sent until its end."""
-        in_lab = self.spec.cell.link != LOOPBACK
-        before, start = interface_sent_bytes(in_lab), time.perf_counter()
+    def _step(self, batches: Iterator[Any]) -> _Trained:
+        before, start = interface_sent_bytes(needs_lab(self.spec.cell.link)), time.perf_counter()
         self._set_lr()
         self._buffers.save()
         self.attached.optimizer.zero_grad(set_to_none=True)
@@ -157,7 +168,9 @@ class CellLoop:
         if self.attached.skipped:
             self._buffers.restore()
         self.task.model = self.network
-        return time.perf_counter() - start, total, before
+        sent = self.attached.sent_bytes(self.done.step)
+        time.sleep(pause_seconds(self.spec.cell.link, sent))
+        return _Trained(time.perf_counter() - start, total, sent, before)
 
     def _set_lr(self) -> None:
         done, per_epoch = self.done, self.task.steps_per_epoch
@@ -166,16 +179,16 @@ class CellLoop:
         for group in self.attached.optimizer.param_groups:
             group["lr"] = lr
 
-    def _record(self, seconds: float, loss: float, before: int | None) -> None:
+    def _record(self, trained: _Trained) -> None:
         """Agree on the time of the step, and advance the clock."""
         number = self.done.step
-        own = torch.tensor([seconds, loss, self.attached.sent_bytes(number)], dtype=torch.float64)
+        own = torch.tensor([trained.seconds, trained.loss, trained.sent_bytes], dtype=torch.float64)
         of_ranks = torch.stack(self.comm.all_gather_sealed(own, own.nbytes, "clock"))
         slowest, sent = float(of_ranks[:, 0].max()), float(of_ranks[:, 2].mean())
-        if before is not None:  # all ranks are here, so what they sent has arrived and is counted
+        if trained.counter is not None:  # all ranks are here, so what they sent has arrived and is counted
             after = interface_sent_bytes(True)
             assert after is not None
-            counted = torch.tensor([after - before], dtype=torch.int64)
+            counted = torch.tensor([after - trained.counter], dtype=torch.int64)
             sent = float(torch.stack(self.comm.all_gather_sealed(counted, 8, "bytes")).double().mean())
         self._losses.append(float(of_ranks[:, 1].mean()))
         self.done.step, self.done.in_epoch = number + 1, self.done.in_epoch + 1
@@ -229,7 +242,7 @@ class CellLoop:
             "steps": self.done.step,
             "seconds": self.done.clock,
             "sent_bytes": self.done.sent_bytes,
-            "bytes_source": "modelled or metered" if self.spec.cell.link == LOOPBACK else "kernel",
+            "bytes_source": "kernel" if needs_lab(self.spec.cell.link) else "modelled or metered",
             "parameters": self.attached.parameters,
             "metric": self.task.metric,
             "data": self.task.data,

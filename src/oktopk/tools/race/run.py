@@ -15,7 +15,8 @@ from oktopk.tools.bench.launch import run_on_loopback
 from oktopk.tools.lab import JobFailed, JobTimeout, Lab
 
 from .cells import CELLS, COMPILING, CellFolder, check_race
-from .spec import LOOPBACK, QUALITY, TIMING, Cell, Race, Spec
+from .links import LOOPBACK, needs_lab
+from .spec import QUALITY, TIMING, Cell, Race, Spec
 
 JOB = (sys.executable, "-m", "oktopk.tools.race.job")
 _LOOK_SECONDS = 0.5
@@ -115,7 +116,7 @@ class _Runner:
         self._lab: Lab | None = None
 
     def run(self, command: Sequence[str], link: str) -> None:
-        if link == LOOPBACK:
+        if not needs_lab(link):
             run_on_loopback(command, self._ranks, self._timeout)
             return
         if self._lab is None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from oktopk.errors import OkTopkError
 
-LOOPBACK = "none"
-"""The link of cells that run on loopback."""
+from .links import link_name
+
 FULL, QUALITY, TIMING = "full", "quality", "timing"
 """Kinds of cells: trained over the link; trained on loopback, for quality by step; timed over the link only."""
 _FLAGS = {"val_every": "val_every_steps"}
@@ -101,7 +101,7 @@ class Cell:
         return f"{plain}-{where}-seed{self.seed}"
 
     def __str__(self) -> str:
-        where = "loopback" if self.link == LOOPBACK else self.link
+        where = link_name(self.link)
         what = {FULL: where, QUALITY: "quality by step", TIMING: f"step times, {where}"}[self.kind]
         return f"{self.contender}, {what}, seed {self.seed}"
 

@@ -11,12 +11,12 @@ from typing import Any
 from oktopk.algorithms.volume import WORD_BYTES, ring_words
 from oktopk.tools.crossover import Cost, measure_crossover, predict_crossover
 from oktopk.tools.hooks import DDP
-from oktopk.tools.lab import parse_rate
 from oktopk.utils.schemas import add_schema
 
 from .cells import Finished, Point
 from .compose import UNSTEADY, PhaseMean, compose, phase_means
-from .spec import FULL, LOOPBACK, QUALITY, TIMING, Race, RaceError
+from .links import link_rate
+from .spec import FULL, QUALITY, TIMING, Race, RaceError
 
 COMPOSED = "composed"
 
@@ -135,11 +135,6 @@ def _rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
     best = row["seconds"]["mean"] if row["seconds"] else math.inf
     final = row["final"]["mean"] if row["final"] else math.inf
     return -link_rate(row["link"]), row["how"], best, final if row["less_is_better"] else -final
-
-
-def link_rate(link: str) -> float:
-    """Bits per second; infinity on loopback."""
-    return math.inf if link == LOOPBACK else float(parse_rate(link))
 
 
 def _row(race: Race, trials: Sequence[Trial]) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from oktopk.tools.report.html.colours import GREY, series_style
 from oktopk.utils.files import atomic_path
 
+from ..links import link_name
 from ..summary import COMPOSED
 from .page import contenders_of, links_of
-from .tables import break_name, link_name
+from .tables import break_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

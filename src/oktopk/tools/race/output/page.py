@@ -11,8 +11,9 @@ from oktopk.tools.report.html.colours import GREY, series_style
 from oktopk.tools.report.html.drawing import DIGITS, Chart, Trace, figure, label, line
 from oktopk.tools.report.html.page import Contents, Draft, render_page
 
-from ..summary import COMPOSED, link_rate
-from .tables import break_name, cells_of, head, link_name, notes
+from ..links import link_name, link_rate
+from ..summary import COMPOSED
+from .tables import break_name, cells_of, head, notes
 
 Document = Mapping[str, Any]
 Trials = Sequence[Mapping[str, Any]]

@@ -13,14 +13,11 @@ from oktopk.tools.crossover import format_rate
 from oktopk.tools.tables import format_table
 
 from ..contenders import parse_contender
-from ..spec import LOOPBACK, RaceError
+from ..links import link_name
+from ..spec import RaceError
 from ..summary import COMPOSED
 
 Document = Mapping[str, Any]
-
-
-def link_name(link: str) -> str:
-    return "loopback" if link == LOOPBACK else link
 
 
 def break_name(name: str, longest: int = 24) -> list[str]:
