@@ -51,7 +51,7 @@ def main() -> None:
         optimizer.step()
         schedule.step()
 
-    optimizer.synchronize()  # with --sync-every: the last round may not be complete
+    optimizer.synchronize()  # the same parameters on all ranks: before validating or saving
     if rank == 0:
         print(summary(world, accuracy(model, test), memory))
     optimizer.close()

@@ -19,22 +19,23 @@ from tests.support.stepping import (
     assert_same_state,
     on_ranks,
     same_bits,
-    through_a_file,
 )
 from tests.support.wrapping import (
     MakeOptimizer,
     adamw,
     assert_replicas,
+    common,
     loss_of,
     make_model,
     momentum_sgd,
+    saved,
     train,
     values,
     wrap_local,
 )
 
-DENSE: dict[str, Any] = {"warmup_steps": 1000}
-WHOLE: dict[str, Any] = {"algorithm": "topka", "density": 1.0, "warmup_steps": 0}
+DENSE: dict[str, Any] = {"warmup_steps": 1000, "lr_scale": 1.0}
+WHOLE: dict[str, Any] = {"algorithm": "topka", "density": 1.0, "warmup_steps": 0, "lr_scale": 1.0}
 """Sparse steps that send all there is."""
 
 
@@ -139,13 +140,17 @@ def test_replicas_stay_identical_over_sparse_steps(algorithm: str, dtype: torch.
                     parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
                 optimizer.step()
             assert optimizer.stats()["sparse"] == 1.0
-        assert not torch.equal(model[0].weight, make_model()[0].weight.to(dtype))
-        return {name: value.float() for name, value in values(model).items()}
+            found = common(model, optimizer)
+        assert not torch.equal(found["0.weight"], make_model()[0].weight.to(dtype))
+        return {name: value.float() for name, value in found.items()}
 
     assert_replicas(on_ranks(3, job))
 
 
 # Error feedback in the units of updates.
+
+
+LR, DECAY = 0.01, 0.5
 
 
 class Watched(torch.optim.AdamW):
@@ -165,55 +170,66 @@ class Step:
 
     residual: dict[str, Tensor]
     base: dict[str, Tensor]
-    update: dict[str, Tensor]
+    added: dict[str, Tensor]
+    """By the optimizer alone."""
     mean: dict[str, Tensor]
     kept: dict[str, Tensor]
+    common: dict[str, Tensor]
+    """After the step, what all ranks have in common."""
     after: dict[str, Tensor]
+    """What this rank has."""
 
 
 def recorded(comm: oktopk.Communicator, steps: int, **options: Any) -> list[Step]:
     model = make_model()
-    names = [name for name, _ in model.named_parameters()]
+    names, left = [name for name, _ in model.named_parameters()], 1 - LR * DECAY
     zeros = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
     found = []
 
     def make(parameters: Iterable[nn.Parameter]) -> Watched:
-        return Watched(parameters, lr=0.01, weight_decay=0.5)
+        return Watched(parameters, lr=LR, weight_decay=DECAY)
 
     def residuals() -> dict[str, Tensor]:
-        kept = optimizer.state_dict()["oktopk"]["residuals"]
+        kept = saved(optimizer)["oktopk"]["residuals"]
         return {name: kept.get(name, zeros[name]).flatten().clone() for name in names}
 
     with wrap_local(model, comm, make, **options) as optimizer:
         inner: Any = optimizer.inner
         for step in range(steps):
-            before = residuals()
+            before, start = residuals(), common(model, optimizer)
             train(model, optimizer, comm.rank, [step])
             mean = {
                 name: optimizer._gradients.flat(bucket)[place].clone()
                 for bucket in optimizer._gradients.buckets
                 for name, place in bucket.places.items()
             }
-            base, added = (dict(zip(names, found, strict=True)) for found in (inner.before, inner.added))
-            found.append(Step(before, base, added, mean, residuals(), values(model)))
+            added, after = dict(zip(names, inner.added, strict=True)), values(model)
+            shrunk = [{name: left * part for name, part in parts.items()} for parts in (before, start)]
+            found.append(Step(*shrunk, added, mean, residuals(), common(model, optimizer), after))
     return found
 
 
 @pytest.mark.parametrize("codec", ["fp32", "e4m3"])
 @pytest.mark.parametrize("algorithm", SPARSE)
 def test_residuals_and_mean_have_all_that_ranks_would_have_added(algorithm: str, codec: str) -> None:
-    """Σ residuals' + P · mean = Σ (updates + residuals), and θ' = base + mean to the bit."""
+    """Σ residuals' + P · mean = Σ (what optimizers add + residuals); common' = base + mean, to the bit.
+
+    Before, weight decay has shrunk parameters, and residuals as a part of them. Ranks have common' + residual'.
+    """
     world = 3
     ranks = on_ranks(world, lambda comm: recorded(comm, 8, algorithm=algorithm, values=codec))
     for step in zip(*ranks, strict=True):
         for name, mean in step[0].mean.items():
-            given = [(one.residual[name] + one.update[name].flatten()).double() for one in step]
+            given = [(one.residual[name] + one.added[name].flatten()).double() for one in step]
             kept = sum(one.kept[name].double() for one in step)
             size = sum(part.abs() for part in given) + world * mean.abs().double()
             error = (kept + world * mean.double() - sum(given)).abs()
-            assert bool((error <= 16 * world * EPSILON * size + 1e-12).all()), name
+            weight = max(float(one.base[name].abs().max()) for one in step)  # updates are differences of these
+            assert bool((error <= 16 * world * EPSILON * (size + weight)).all()), name
             for one in step:
-                assert same_bits({name: one.base[name] + mean.view(one.base[name].shape)}, {name: one.after[name]})
+                shape = one.base[name].shape
+                assert same_bits({name: one.base[name] + mean.view(shape)}, {name: one.common[name]})
+                assert same_bits({name: one.common[name] + one.kept[name].view(shape)}, {name: one.after[name]})
     assert any(bool(part.any()) for part in ranks[0][-1].kept.values())
 
 
@@ -236,7 +252,7 @@ def test_decoupled_decay_is_no_part_of_what_is_compressed() -> None:
             model[2].bias.grad = None  # it shrinks all the same: another rank may have a gradient
             optimizer.step()
             assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, decay]
-            assert not any(bool(part.any()) for part in optimizer.state_dict()["oktopk"]["residuals"].values())
+            assert not any(bool(part.any()) for part in saved(optimizer)["oktopk"]["residuals"].values())
         shrunk = {name: value * (1 - lr * decay) for name, value in start.items() if name != "0.weight"}
         assert_replicas([{**shrunk, "0.weight": start["0.weight"]}, values(model)])
 
@@ -249,7 +265,7 @@ def test_coupled_decay_is_a_part_of_the_update() -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        assert any(bool(part.any()) for part in optimizer.state_dict()["oktopk"]["residuals"].values())
+        assert any(bool(part.any()) for part in saved(optimizer)["oktopk"]["residuals"].values())
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
@@ -278,7 +294,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(at: int, wher
         model = make_model()
         with wrap_local(model, comm, values="fp16") as optimizer:
             for step in range(6):
-                before, state = values(model), through_a_file(optimizer.state_dict())
+                before, state = values(model), saved(optimizer)
                 optimizer.zero_grad()
                 loss_of(model, comm.rank, step).backward()
                 if (comm.rank, step) == (1, at):
@@ -287,13 +303,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(at: int, wher
                 assert optimizer.skipped == (step == at)
                 if step == at:
                     assert_replicas([before, values(model)])
-                    assert_unchanged(state, optimizer.state_dict())
+                    assert_unchanged(state, saved(optimizer))
                     assert optimizer.last is not None
                     assert optimizer.last.culprits == (f"rank 1: {where}",)
                 else:
                     assert not torch.equal(before["0.weight"], model[0].weight)
             assert optimizer.stats()["skipped_steps"] == 1
-        return values(model)
+            return common(model, optimizer)
 
     assert_replicas(on_ranks(3, job))
 
@@ -397,3 +413,101 @@ def test_ranks_of_a_host_act_as_one(bad: bool) -> None:
         return values(model)
 
     assert_replicas(on_ranks(4, job))
+
+
+# Where the parameters are.
+
+
+def test_a_gradient_sees_what_its_rank_has_not_sent() -> None:
+    """The loss of a rank is that of the common parameters plus its residual, unless it is told otherwise."""
+
+    def job(comm: oktopk.Communicator, local: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+        model = make_model()
+        with wrap_local(model, comm, local_parameters=local) as optimizer:
+            train(model, optimizer, comm.rank, range(5))
+            here = values(model)
+            return here, common(model, optimizer), saved(optimizer)["oktopk"]["residuals"]
+
+    for local in (True, False):
+        ranks = on_ranks(2, lambda comm, local=local: job(comm, local))  # type: ignore[misc]
+        assert_replicas(shared for _, shared, _ in ranks)
+        for here, shared, kept in ranks:
+            assert all(bool(part.any()) for part in kept.values())
+            for name, part in kept.items():
+                expected = shared[name] + part.view(shared[name].shape) if local else shared[name]
+                assert_replicas([{name: expected}, {name: here[name]}])
+
+
+def test_looking_does_not_change_the_run_and_saving_asks_for_it() -> None:
+    def job(comm: oktopk.Communicator) -> None:
+        looked, plain = make_model(), make_model()
+        with wrap_local(looked, comm) as one, wrap_local(plain, comm) as other:
+            for step in range(6):
+                train(looked, one, comm.rank, [step])
+                train(plain, other, comm.rank, [step])
+                common(looked, one)
+            assert_replicas([values(looked), values(plain)])
+            with pytest.raises(RuntimeError, match=r"call synchronize\(\) on all ranks before you save"):
+                other.state_dict()
+            other.synchronize()
+            other.state_dict()
+
+    on_ranks(2, job)
+
+
+def test_after_synchronize_the_next_step_adds_the_residuals_again() -> None:
+    """Though its gradient is that of the common parameters; and nothing is lost."""
+
+    def job(comm: oktopk.Communicator) -> dict[str, Tensor]:
+        model = make_model()
+        with wrap_local(model, comm, torch.optim.SGD, warmup_steps=0) as optimizer:
+            train(model, optimizer, comm.rank, range(3))
+            optimizer.synchronize()
+            before, kept = values(model), optimizer.state_dict()["oktopk"]["residuals"]
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            here, after, still = values(model), common(model, optimizer), saved(optimizer)["oktopk"]["residuals"]
+        found = {}
+        for name, value in before.items():
+            shapes = [part[name].view(value.shape) for part in (kept, still)]
+            found[name] = torch.stack([*shapes, after[name] - value, here[name] - after[name]])
+        return found
+
+    ranks = on_ranks(2, job)
+    for name in ranks[0]:
+        kept, still, moved, ahead = torch.stack([rank[name] for rank in ranks]).double().unbind(1)
+        torch.testing.assert_close(kept.sum(0), still.sum(0) + moved.sum(0), rtol=0, atol=1e-6)
+        torch.testing.assert_close(ahead, still, rtol=0, atol=1e-6)
+        assert bool(moved.any())
+
+
+# The learning rate.
+
+
+@pytest.mark.parametrize(
+    ("make", "world", "given", "scale"),
+    [(adamw, 1, None, 1.0), (adamw, 2, None, 2**0.5), (adamw, 5, None, 2.0), (momentum_sgd, 2, None, 1.0),
+     (adamw, 2, 3.0, 3.0), (momentum_sgd, 2, 0.5, 0.5)],
+)  # fmt: skip
+def test_local_steps_of_adaptive_optimizers_are_longer_on_more_ranks(
+    make: MakeOptimizer, world: int, given: float | None, scale: float
+) -> None:
+    """One rank's second moment has more noise than that of the mean. Groups and weight decay stay as they are."""
+
+    def job(comm: oktopk.Communicator) -> None:
+        model, plain = make_model(), make_model()
+        inner = make(plain.parameters())
+        for group in inner.param_groups:
+            group["lr"] *= scale
+            if "betas" in group:
+                group["weight_decay"] /= scale  # decoupled: lr * weight_decay is what counts
+        with wrap_local(model, comm, make, warmup_steps=9, lr_scale=given) as optimizer:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for net, stepping in ((model, optimizer), (plain, inner)):
+                train(net, stepping, 0, [0])  # the same gradients on all ranks: the mean is any rank's update
+            assert [group["lr"] for group in optimizer.param_groups] == rates
+        torch.testing.assert_close(values(model), values(plain), rtol=1e-5, atol=1e-6)
+
+    on_ranks(world, job)

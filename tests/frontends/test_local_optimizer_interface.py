@@ -23,9 +23,11 @@ from tests.support.wrapping import (
     MakeOptimizer,
     adamw,
     assert_replicas,
+    common,
     loss_of,
     make_model,
     momentum_sgd,
+    saved,
     train,
     values,
     wrap,
@@ -99,9 +101,9 @@ def test_frozen_parameters_stay_and_late_ones_join() -> None:
         model, late = make_model(), nn.Parameter(torch.full((4,), float(comm.rank)))
         with wrap_local(model, comm) as optimizer:
             train(model, optimizer, comm.rank, range(3))
+            before = common(model, optimizer)  # where parameters stay when they are frozen
             model[0].weight.requires_grad_(False)
             model[0].weight.grad = torch.ones_like(model[0].weight)  # one that was left behind
-            before = values(model)
             loss_of(model, comm.rank, 3).backward()
             optimizer.step()
             assert torch.equal(before["0.weight"], model[0].weight)
@@ -115,7 +117,7 @@ def test_frozen_parameters_stay_and_late_ones_join() -> None:
             optimizer.inner.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
             with pytest.raises(ValueError, match=r"not averaged: add them by add_param_group"):
                 optimizer.step()
-        return {**values(model), "late": late.detach()}
+            return {**common(model, optimizer), "late": late.detach()}
 
     ranks = on_ranks(2, job)
     assert_replicas(ranks)
@@ -167,10 +169,11 @@ def test_a_scale_does_not_enter_residuals_and_backs_off_everywhere(clip: float |
                     assert stepping.skipped == (step == bad)
                     if step == bad:
                         assert_replicas([before, values(net)])
-            residuals = [one.state_dict()["oktopk"]["residuals"] for one in (optimizer, other)]
+            residuals = [saved(one)["oktopk"]["residuals"] for one in (optimizer, other)]
+            found = common(model, optimizer)
         torch.testing.assert_close(values(model), values(plain), rtol=1e-4, atol=1e-6)
         assert all(torch.allclose(residuals[0][name], part, atol=1e-6) for name, part in residuals[1].items())
-        return values(model), float(scaler.get_scale())
+        return found, float(scaler.get_scale())
 
     ranks = on_ranks(2, job)
     assert_replicas(model for model, _ in ranks)
@@ -210,19 +213,20 @@ def test_a_resumed_run_gives_the_same_bits(algorithm: str) -> None:
         whole = make_model()
         with wrap_local(whole, comm, **options) as optimizer:
             train(whole, optimizer, comm.rank, range(7))
-            end = optimizer.state_dict()
+            end = saved(optimizer)
         first = make_model()
         with wrap_local(first, comm, **options) as optimizer:
             train(first, optimizer, comm.rank, range(4))
-            state = through_a_file(optimizer.state_dict())
+            model, state = common(first, optimizer), saved(optimizer)
         second = make_model(seed=5)
-        second.load_state_dict(values(first))
+        second.load_state_dict(model)
         with wrap_local(second, comm, **options) as optimizer:
             optimizer.load_state_dict(state)
+            optimizer.localize()
             assert optimizer.param_groups is optimizer.inner.param_groups
             train(second, optimizer, comm.rank, range(4, 7))
             assert_replicas([values(whole), values(second)])
-            resumed = optimizer.state_dict()
+            resumed = saved(optimizer)
         assert resumed["param_groups"] == end["param_groups"]
         torch.testing.assert_close(resumed["state"], end["state"], rtol=0, atol=0)
         for name, kept in end["oktopk"]["residuals"].items():
@@ -238,7 +242,7 @@ def states_of(world: int, make: MakeOptimizer = adamw) -> list[dict[str, Any]]:
         model = make_model()
         with wrap_local(model, comm, make) as optimizer:
             train(model, optimizer, comm.rank, range(5))
-            return through_a_file(optimizer.state_dict())
+            return saved(optimizer)
 
     return on_ranks(world, job)
 
@@ -270,7 +274,7 @@ def test_another_number_of_ranks_shares_residuals_and_averages_moments(before: i
             optimizer.load_state_dict(through_a_file(shared[comm.rank]))
             train(model, optimizer, comm.rank, range(5, 8))
             assert optimizer.stats()["step"] == 8
-        return values(model)
+            return common(model, optimizer)
 
     assert_replicas(on_ranks(after, job))
 
@@ -365,6 +369,7 @@ def _fail_with(said: str) -> None:
         ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
         ({"average_state_every": True}, "average_state_every must be an integer of at least 1, got True"),
         ({"averaged_state": "exp_avg_sq"}, r"averaged_state must be names such as \['exp_avg_sq'\]"),
+        ({"lr_scale": 0.0}, "lr_scale must be None or a number above 0, got 0.0"),
         ({"density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"valeus": "fp16"}, "unknown option 'valeus': did you mean 'values'"),
     ],
@@ -432,6 +437,7 @@ def with_ddp(connect: Callable[..., Any], synced: bool) -> Any:
                 optimizer.step()
             except RuntimeError as error:
                 return str(error)
+        optimizer.synchronize()
         return parameters_of(net)
 
 

@@ -11,14 +11,16 @@ from torch import Tensor
 
 import oktopk
 from tests.frontends.test_local_optimizer import DENSE, simulate
-from tests.support.stepping import on_ranks, through_a_file
+from tests.support.stepping import on_ranks
 from tests.support.wrapping import (
     MakeOptimizer,
     adamw,
     assert_replicas,
+    common,
     loss_of,
     make_model,
     momentum_sgd,
+    saved,
     train,
     values,
     wrap_local,
@@ -56,13 +58,14 @@ def test_sparse_rounds_keep_replicas_and_resume_between_rounds() -> None:
             assert optimizer.stats()["sparse"] == 1.0
         with wrap_local(first, comm, sync_every=3) as optimizer:
             train(first, optimizer, comm.rank, range(9))
-            state = through_a_file(optimizer.state_dict())
-        second.load_state_dict(values(first))
+            model, state = common(first, optimizer), saved(optimizer)
+        second.load_state_dict(model)
         with wrap_local(second, comm, sync_every=3) as optimizer:
             optimizer.load_state_dict(state)
+            optimizer.localize()
             train(second, optimizer, comm.rank, range(9, 15))
-        assert_replicas([values(whole), values(second)])
-        return values(whole)
+            assert_replicas([values(whole), values(second)])
+            return common(second, optimizer)
 
     assert_replicas(on_ranks(3, job))
 
@@ -73,7 +76,7 @@ def test_a_round_under_way_is_not_saved_but_may_end_early() -> None:
         with wrap_local(model, comm, sync_every=4) as optimizer:
             assert optimizer.synchronize() is None
             train(model, optimizer, comm.rank, range(6))
-            with pytest.raises(RuntimeError, match=r"ranks differ: call synchronize\(\) before you save"):
+            with pytest.raises(RuntimeError, match=r"call synchronize\(\) on all ranks before you save"):
                 optimizer.state_dict()
             with pytest.raises(RuntimeError, match=r"call synchronize\(\) before you add parameters"):
                 optimizer.add_param_group({"params": []})
@@ -84,7 +87,7 @@ def test_a_round_under_way_is_not_saved_but_may_end_early() -> None:
             optimizer.state_dict()
             train(model, optimizer, comm.rank, range(6, 10))
             assert optimizer.stats()["step"] == 3
-        return values(model)
+            return common(model, optimizer)
 
     assert_replicas(on_ranks(2, job))
 
@@ -105,7 +108,7 @@ def test_a_rank_leaves_out_a_step_alone_but_a_lost_round_is_lost_on_all(
                 optimizer.step()
                 if (step + 1) % every == 0:
                     assert optimizer.skipped == (step // every == 1)
-                    found.append(values(model))
+                    found.append(common(model, optimizer))
         return found
 
     with caplog.at_level(logging.WARNING, "oktopk"):
@@ -135,10 +138,11 @@ def test_decay_over_a_round_is_no_part_of_what_is_compressed() -> None:
                 for parameter in model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
-            for kept in optimizer.state_dict()["oktopk"]["residuals"].values():
+            for kept in saved(optimizer)["oktopk"]["residuals"].values():
                 assert float(kept.abs().max()) < 1e-6  # but for rounding
+            found = common(model, optimizer)
         left = math.prod(1 - rate * decay for rate in rates)
-        torch.testing.assert_close(values(model), {name: value * left for name, value in start.items()})
-        return values(model)
+        torch.testing.assert_close(found, {name: value * left for name, value in start.items()})
+        return found
 
     assert_replicas(on_ranks(2, job))

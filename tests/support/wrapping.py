@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import oktopk
-from tests.support.stepping import bits
+from tests.support.stepping import bits, through_a_file
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -76,6 +76,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def common(model: nn.Module, optimizer: oktopk.LocalOptimizer) -> dict[str, Tensor]:
+    """What all ranks have in common; training goes on as if nobody had looked."""
+    optimizer.synchronize()
+    found = values(model)
+    optimizer.localize()
+    return found
+
+
+def saved(optimizer: oktopk.LocalOptimizer) -> dict[str, Any]:
+    """The state, which is saved between synchronize() and localize()."""
+    optimizer.synchronize()
+    state = through_a_file(optimizer.state_dict())
+    optimizer.localize()
+    return state
 
 
 def assert_replicas(models: Iterable[dict[str, Tensor]]) -> None:

@@ -93,7 +93,7 @@ def test_another_number_of_ranks_goes_on_with_the_mean_of_the_moments(runs: Runs
 
     def note(task: Regression, batch: Batch) -> None:
         if not found and batch.rank == 0:
-            found.append(runs.started[0].optimizer.state_dict()["state"][0]["momentum_buffer"].clone())
+            found.append(runs.started[0].optimizer.inner.state_dict()["state"][0]["momentum_buffer"].clone())
 
     second = runs(
         world=after, recipe=Recipe(samples=12 * BATCH, before=note), resume=True, **{**UPDATES, "max_epochs": 3}

@@ -230,6 +230,10 @@ class AsyncReducer:
         """The buckets of the last step, or of the checkpoint that was loaded."""
         return tuple(self._steps.buckets)
 
+    def residual(self, bucket: Bucket) -> Tensor | None:
+        """What this rank keeps back of a bucket, between steps; None if that is nothing, or a whole host's."""
+        return None if self._steps.local is not None else self._steps.reducer.residuals.get(bucket)
+
     @property
     def schedule(self) -> list[tuple[int, float | None]]:
         """The density of every step so far, as pairs (step, density): from that step on; None is dense."""

@@ -135,14 +135,15 @@ def check_momentum(settings: Settings, optimizer: Optimizer) -> None:
         )
 
 
-def warn_adaptive(settings: Settings, optimizer: Optimizer, rank: int) -> None:
-    """Say on rank 0, once, what sparse gradients cost an adaptive optimizer, and what to use instead.
+def is_adaptive(optimizer: Optimizer) -> bool:
+    """Whether the optimizer divides by the root of a second moment; it has an eps, or betas, for that."""
+    return any("eps" in group or "betas" in group for group in optimizer.param_groups)
 
-    An adaptive one divides by the root of a second moment; it has an eps, or betas, for that.
-    """
+
+def warn_adaptive(settings: Settings, optimizer: Optimizer, rank: int) -> None:
+    """Say on rank 0, once, what sparse gradients cost an adaptive optimizer, and what to use instead."""
     sparse = settings.fusion_density < 1 and not isinstance(settings.algorithm, Dense)
-    adaptive = any("eps" in group or "betas" in group for group in optimizer.param_groups)
-    if rank == 0 and sparse and adaptive:
+    if rank == 0 and sparse and is_adaptive(optimizer):
         _say_adaptive(type(optimizer).__name__)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
@@ -17,15 +18,17 @@ from ..algorithms import Algorithm
 from ..comm import Communicator, agree, checking_together, exclusive_communicator
 from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import UPDATES, Options, Settings
-from ..feedback.buckets import DEFAULT_BUCKET_MB, BucketPlan
+from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
 from ..wire.sparse_vector import all_finite
-from .base import check_sinks, choose_algorithm
+from .base import check_sinks, choose_algorithm, is_adaptive
 from .updates import LocalUpdates, average_state
 from .wrapped import WrappedOptimizer
 
 _log = logging.getLogger(__name__)
 
+MOST_LR_SCALE = 2.0
+"""Of the default for adaptive optimizers: √ranks has been measured on 2 and 4 ranks."""
 _REFUSED = {
     "momentum": "momentum correction is for gradients, and updates have the optimizer's momentum: leave it out",
     "norm_clip": "call clip_grad_norm_(model.parameters(), …) before step(), which clips this rank's gradient",
@@ -49,10 +52,14 @@ class LocalOptimizer(WrappedOptimizer):
     1. All ranks agree that all gradients are finite, in one small round. If not, all ranks skip the step:
        parameters, optimizer state and residuals stay as they are.
     2. The optimizer steps with this rank's gradients: update = θ_now − θ_start.
-    3. Residual + update is compressed and averaged. All ranks continue with θ_start + mean, to the bit.
+    3. Residual + update is compressed and averaged. θ_common + mean is the same on all ranks, to the bit.
+
+    The parameters of a rank are θ_common + its own residual: the next gradient already sees what this rank has not
+    sent yet, and corrects it. Without that, updates that wait add up to noise. **Call synchronize() before you
+    validate, save or change parameters**: it gives this rank θ_common, and needs no communication between rounds.
 
     Clip this rank's gradients before step(). Decoupled weight decay (AdamW, Muon, Adafactor, and groups with
-    decoupled_weight_decay=True) acts on θ_start of all parameters, the same on all ranks, and is not compressed.
+    decoupled_weight_decay=True) acts on all parameters, is the same on all ranks, and is not compressed.
     Coupled weight decay (SGD) is a part of the update. Moments belong to this rank: every rank saves its own
     state_dict(). A closure is called once, and its loss is this rank's own.
 
@@ -72,6 +79,11 @@ class LocalOptimizer(WrappedOptimizer):
             all ranks skip that round.
         average_state_every: number of exchanges after which `averaged_state` is averaged densely; None is never.
         averaged_state: names of optimizer state that is averaged then.
+        lr_scale: factor of the learning rate in local steps. None is √ranks, at most 2, for adaptive optimizers,
+            and 1 for others: the second moment of one rank's gradients has more noise than that of their mean,
+            and shortens the update. Weight decay and param_groups are not scaled.
+        local_parameters: whether parameters hold this rank's residual; if not, they are θ_common after a round. It
+            has no effect on parameters of 16 bits, which would round it, and with `ranks_per_host`.
         broadcast: whether all ranks start with the parameters of rank 0.
         buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
         auto: measure dense and sparse steps, and use the faster way.
@@ -90,6 +102,7 @@ class LocalOptimizer(WrappedOptimizer):
         ...     model(torch.ones(1, 2)).sum().backward()
         ...     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)    # of this rank's gradient
         ...     optimizer.step()                                                  # steps, and averages the update
+        ...     event = optimizer.synchronize()                                   # before model.state_dict()
         >>> optimizer.skipped
         False
     """
@@ -101,9 +114,10 @@ class LocalOptimizer(WrappedOptimizer):
         algorithm: str | Algorithm = "oktopk", density: float = 0.01, warmup_steps: int = 128, *,
         model: nn.Module | None = None, comm: Communicator | None = None, sync_every: int = 1,
         average_state_every: int | None = None, averaged_state: Sequence[str] = ("exp_avg_sq",),
-        broadcast: bool = True, buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = True,
-        grad_scaler: Scaler | None = None, trainer: Any = None, sinks: Iterable[MetricsSink] = (),
-        timeout: float | None = None, compressor: str | Algorithm | None = None, **options: Unpack[Options],
+        lr_scale: float | None = None, local_parameters: bool = True, broadcast: bool = True,
+        buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = True, grad_scaler: Scaler | None = None,
+        trainer: Any = None, sinks: Iterable[MetricsSink] = (), timeout: float | None = None,
+        compressor: str | Algorithm | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
         ranks = exclusive_communicator(timeout) if comm is None else comm
         with checking_together(ranks, owned=comm is None) as terms:
@@ -119,13 +133,17 @@ class LocalOptimizer(WrappedOptimizer):
             network = model.module if isinstance(model, DistributedDataParallel) else model
             terms |= settings.terms() | self._wrap(optimizer, named_parameters, network, buckets, torch.float32)
             terms |= {"sync_every": sync_every, "average_state_every": average_state_every, "broadcast": broadcast}
-            terms |= {"averaged_state": list(averaged_state)}
+            terms |= {"averaged_state": list(averaged_state), "local_parameters": local_parameters}
+            scale = _default_scale(optimizer, ranks.world) if lr_scale is None else lr_scale
+            if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
+                raise ValueError(f"lr_scale must be None or a number above 0, got {lr_scale!r}")
+            terms |= {"lr_scale": scale}
             checked = check_sinks(sinks, trainer)
         self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, sinks=checked, averages=UPDATES)
         self.sync_every = sync_every
         self._average_state_every, self._averaged_state = average_state_every, tuple(averaged_state)
         self._scaler = cast("_AmpScaler | None", grad_scaler)
-        self._updates = LocalUpdates()
+        self._updates = LocalUpdates(self._held.residual if local_parameters else _nothing, scale)
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         if self._ddp is not None:
             self._ddp.require_forward_param_sync = False  # a forward pass whose gradients it averages sets it
@@ -154,7 +172,10 @@ class LocalOptimizer(WrappedOptimizer):
         return loss
 
     def synchronize(self) -> StepEvent | None:
-        """End a round of local steps early, on all ranks: to validate or save. Between rounds it does nothing."""
+        """Give all ranks the same parameters, to validate or save; ends a round of local steps early.
+
+        Call it on all ranks. Residuals stay, and the next step adds them to the parameters again.
+        """
         if self._updates.steps:
             with self._engine.uninterrupted(), torch.no_grad():
                 reasons = [] if self._updates.taken else ["all local steps"]
@@ -162,7 +183,20 @@ class LocalOptimizer(WrappedOptimizer):
                     self._exchange()
                 else:
                     self._skip(reasons)
+        with torch.no_grad():
+            self._updates.move_to_common()
         return self.last
+
+    def localize(self) -> None:
+        """Give the parameters this rank's residual again, after synchronize() or after a checkpoint was loaded.
+
+        The next step does that by itself. If it is called before the gradient of that step is computed, training
+        goes on to the bit as if nothing had been saved.
+        """
+        if not self._updates.steps:
+            with torch.no_grad():
+                self._begin_round()
+                self._updates.move_to_local()
 
     def _begin(self) -> None:
         self._check_known()
@@ -171,8 +205,8 @@ class LocalOptimizer(WrappedOptimizer):
                 "DistributedDataParallel has averaged these gradients: run forward and backward under "
                 "model.no_sync(), or use oktopk.OkTopkState"
             )
-        if not self._updates.steps:
-            self._gradients.follow(self._engine)
+        if not self._updates.steps and self._gradients.follow(self._engine):
+            self._updates.move_to_common()  # what is frozen now stays there
         for name in self._named.keys() - set(self._gradients.names):  # frozen: it stays where it is
             self._named[name].grad = None
 
@@ -216,7 +250,7 @@ class LocalOptimizer(WrappedOptimizer):
 
     def _step_locally(self, nonfinite: Sequence[str]) -> None:
         if not self._updates.steps:
-            self._updates.begin({name: self._named[name] for name in self._gradients.names}, self.inner)
+            self._begin_round()
         if nonfinite:
             where = ", ".join(nonfinite[:5])
             _log.warning("oktopk: rank %d leaves out a local step: non-finite gradients in %s", self.rank, where)
@@ -226,8 +260,12 @@ class LocalOptimizer(WrappedOptimizer):
             self._updates.restore()
             self._engine.give_up(error)  # the other ranks wait for this one's update
 
+    def _begin_round(self) -> None:
+        followed = {name: self._named[name] for name in self._gradients.names}
+        self._updates.begin(followed, self._gradients.buckets, self.inner)
+
     def _exchange(self) -> None:
-        """Average the updates of all ranks, and apply the mean; a skipped or failed step leaves θ_start."""
+        """Average the updates of all ranks, and apply the mean; a skipped or failed step leaves θ_common."""
         engine, updates = self._engine, self._updates
         try:
             if self._average_state_every and (engine.step + 1) % self._average_state_every == 0:
@@ -241,9 +279,7 @@ class LocalOptimizer(WrappedOptimizer):
         if engine.skipped:
             updates.restore()
             return
-        for bucket in self._gradients.buckets:
-            updates.apply(bucket, self._gradients.flat(bucket))
-        updates.end()
+        updates.apply(self._gradients.flat)
 
     def _average_state(self, comm: Communicator) -> None:
         for key in self._averaged_state:
@@ -264,16 +300,17 @@ class LocalOptimizer(WrappedOptimizer):
 
     def _check_between_steps(self, what: str) -> None:
         if self._updates.steps:
-            raise RuntimeError(
-                f"a round of local steps is under way, and ranks differ: call synchronize() before you {what}"
-            )
+            raise RuntimeError(f"a round of local steps is under way: call synchronize() before you {what}")
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's of this rank, and under "oktopk" its residuals: every rank saves its own.
 
-        Between rounds only: call synchronize() first if sync_every > 1.
+        Call synchronize() first, so that the parameters are those of all ranks.
         """
-        self._check_between_steps("save")
+        if self._updates.apart:
+            raise RuntimeError(
+                "the parameters hold updates of this rank alone: call synchronize() on all ranks before you save"
+            )
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -283,7 +320,15 @@ class LocalOptimizer(WrappedOptimizer):
             state_dict: of the same rank and number of ranks; see `oktopk.redistribute` for another number.
         """
         super().load_state_dict(state_dict)
-        self._updates.end()
+        self._updates.forget()
+
+
+def _default_scale(optimizer: Optimizer, ranks: int) -> float:
+    return min(math.sqrt(ranks), MOST_LR_SCALE) if is_adaptive(optimizer) else 1.0
+
+
+def _nothing(_: Bucket) -> None:
+    """No residual that parameters could hold."""
 
 
 def _check_count(name: str, value: object) -> None:

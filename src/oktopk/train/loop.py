@@ -215,6 +215,7 @@ class Trainer:
         cut_short = self.done.in_epoch < self.plan.steps_per_epoch
         last = cut_short or epoch + 1 >= self.plan.max_epochs or self._steps_to_max() == 0
         self._buffers.save()
+        self._synchronize()
         self._run(lambda comm: check_replicas(comm, self.model, f"epoch {epoch}"))
         self._run(lambda comm: average_buffers(comm, self.model))
         self.summarise(epoch)
@@ -263,8 +264,20 @@ class Trainer:
     # Checkpoints.
 
     def save(self) -> None:
+        self._synchronize()
         snapshot = self.snapshot()
         self._run(lambda comm: self.checkpoints.save(comm, snapshot))
+        self._localize()
+
+    def _synchronize(self) -> None:
+        """Give all ranks the same parameters, to validate and to save."""
+        if isinstance(self.optimizer, LocalOptimizer):
+            self.optimizer.synchronize()
+
+    def _localize(self) -> None:
+        """Go on as if nothing had been saved, unless this is the end."""
+        if isinstance(self.optimizer, LocalOptimizer) and not self.finished:
+            self.optimizer.localize()
 
     def snapshot(self) -> Snapshot:
         shared, own = capture_state(self.task, self.optimizer)
@@ -290,6 +303,7 @@ class Trainer:
         found: Snapshot = self._run(self.checkpoints.load)
         with explain_bad_state(found.step):
             self._restore(found.shared, found.own)
+        self._localize()
         if self._is_rank0:
             where = f"resuming after step {self.done.step}, in epoch {self.done.epoch}"
             log.info("%s: %d steps left", where, 0 if self.finished else self.remaining)

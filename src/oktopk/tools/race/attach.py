@@ -79,6 +79,12 @@ class Attached:
         """Whether the last step was skipped on all ranks."""
         return False
 
+    def synchronize(self) -> None:
+        """Give all ranks the same parameters, to validate or save."""
+
+    def localize(self) -> None:
+        """Go on as if nothing had been validated or saved."""
+
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, and under "oktopk" what this rank needs besides to resume."""
         return {**self.optimizer.state_dict(), "oktopk": {}}
@@ -167,6 +173,8 @@ class _Ours(_FrontEnd):
 class _Local(_FrontEnd):
     """The model without DDP, and an optimizer of every rank whose updates are averaged."""
 
+    front: LocalOptimizer
+
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
         self.front = self.optimizer = LocalOptimizer(optimizer, model=network, **self._options)
@@ -182,6 +190,12 @@ class _Local(_FrontEnd):
         if clip is not None:
             clip_grad_norm_(self.network.parameters(), clip)
         self.optimizer.step()
+
+    def synchronize(self) -> None:
+        self.front.synchronize()
+
+    def localize(self) -> None:
+        self.front.localize()
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -32,7 +32,7 @@ TORCH = (DDP, FP16, BF16, POWERSGD, ACCUMULATE)
 """What the name of a contender begins with, unless it is one of our algorithms, or LOCAL."""
 _LR, _START, _BUCKETS, _PATTERNS, _ALGORITHM = "lr", "start", "buckets", "dense", "algorithm"
 _STATE_EVERY, _STATE = "average_state_every", "averaged_state"
-OF_LOCAL = (_STATE_EVERY, _STATE)
+OF_LOCAL = (_STATE_EVERY, _STATE, "local_parameters", "lr_scale")
 """Settings of a LocalOptimizer only."""
 _NOT_LOCAL = ("momentum", "norm_clip")
 _MAIN = ("density", "warmup_steps", "norm_clip", "auto")

@@ -206,6 +206,7 @@ class CellLoop:
     @torch.no_grad()
     def _validate(self) -> str | None:
         """Validate on every sample once, sharded over the ranks; returns what that ends, if anything."""
+        self.attached.synchronize()
         check_replicas(self.comm, self.network, f"step {self.done.step}")
         self._buffers.save()
         average_buffers(self.comm, self.network)
@@ -213,6 +214,7 @@ class CellLoop:
         tally = self.task.validate()
         self.network.train()
         self._buffers.restore()
+        self.attached.localize()
         sums: dict[str, float] = {}
         for of_rank in gather_json(self.comm, tally.sums, "validation"):
             for name, amount in of_rank.items():
@@ -258,15 +260,18 @@ class CellLoop:
         self.done.saved_at = self.done.clock
         if self.comm.rank == 0:
             self.folder.flush()
+        self.attached.synchronize()
         shared, own = capture_state(self.task, self.attached)
         shared |= {"progress": asdict(self.done), "losses": self._losses}
         self._checkpoints.save(self.comm, Snapshot(self.done.step, self.done.epoch, shared, own))
+        self.attached.localize()
 
     def _resume(self) -> None:
         if not self.attached.resumable or self._checkpoints.newest(self.comm) is None:
             return
         found = self._checkpoints.load(self.comm)
         restore_state(self.task, self.attached, found.shared, found.own)
+        self.attached.localize()
         self.done = Progress(**found.shared["progress"])
         self._losses = list(found.shared["losses"])
 
