@@ -79,7 +79,7 @@ class AsyncReducer:
 
         def give_up(error: BaseException) -> None:
             add_step(error, comm.rank, steps.step)
-            steps.voice.fail()
+            steps.voice.failed = True
             if not isinstance(error, NonFiniteError):  # that one all ranks raise by themselves
                 comm.fail(error)
             steps.give_up()
@@ -371,7 +371,13 @@ class AsyncReducer:
             )
         self._ending()
         for sink in self._steps.sinks:
+            if not self._steps.voice.failed:
+                sink.note("end", self.step, {})
             sink.close()
+
+    def fail(self) -> None:
+        """The run ends with an error of the caller: nothing is said of its end."""
+        self._steps.voice.failed = True
 
     def __repr__(self) -> str:
         settings, density = self.settings, self.settings.density

@@ -80,13 +80,6 @@ def log_skipped(event: StepEvent, scale: float | None, routine: bool) -> None:
     _log.warning("oktopk: step %d skipped on all ranks: non-finite gradients in %s", event.step, _where(event))
 
 
-def warn_skipped(events: Sequence[StepEvent]) -> None:
-    """Warn of the first steps of a run, which were taken for routine."""
-    last = events[-1]
-    which = "step 0 was" if len(events) == 1 else f"{len(events)} steps up to step {last.step} were"
-    _log.warning("oktopk: %s skipped on all ranks: non-finite gradients in %s", which, _where(last))
-
-
 def check_skipped(event: StepEvent, in_a_row: int, most: int, scale: float | None) -> None:
     """Raise if `most` steps in a row were skipped."""
     if in_a_row < most:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
 from .dense_allreduce import DenseAllReduce
 from .hierarchy.local_group import LocalGroup
-from .nonfinite import NonFiniteReport, check_skipped, log_skipped, warn_skipped
+from .nonfinite import NonFiniteReport, check_skipped, log_skipped
 from .recorder import add_traffic
 from .settings import GRADIENTS, Settings
 from .voice.voice import Voice
@@ -178,7 +178,8 @@ class StepReducer:
             else:
                 self.reducer.commit(result)
         if skipped and self.may_be_scaled and self.step == self.skipped_steps:
-            self._rescale(None)
+            for store in self.reducer.stores:
+                store.load_state_dict({})
         self._tune(skipped, start, handed_over)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
             self._events[-1] = add_traffic(self._events[-1], self.reducer.meter.pop_traffic())
@@ -257,7 +258,7 @@ class StepReducer:
                 sink.note("run", event.step, self.voice.facts())
             sink.emit(event)
             if decision is not None:
-                sink.note("decision", event.step, asdict(decision))
+                sink.note("decision", event.step, decision.facts())
         scale, self._scale = self._scale, None
         if event.skipped:
             routine = self.may_be_scaled or (scale is not None and scale > 1)
@@ -275,23 +276,17 @@ class StepReducer:
         return any(self.reducer.stores) and self.step - self.skipped_steps != 1
 
     def rescale(self, factor: float) -> None:
-        """Multiply what was kept of the last step by this; thresholds are evaluated anew."""
-        self._quiet_skips = []
-        self._rescale(factor)
-
-    def _rescale(self, factor: float | None) -> None:
-        """Multiply residuals and velocities; None forgets them."""
+        """Multiply residuals and velocities by this, and evaluate thresholds anew."""
         for store in self.reducer.stores:
-            kept = store.state_dict().items() if factor is not None else ()
-            store.load_state_dict({name: part * factor for name, part in kept})
+            store.load_state_dict({name: part * factor for name, part in store.state_dict().items()})
         for group in self.groups.values():
             group.tracking = None
 
     def end_quiet_skips(self) -> None:
         """No GradScaler is at work: steps that were skipped before this was known deserve a warning."""
         skipped, self._quiet_skips = self._quiet_skips, []
-        if skipped and self.meter.rank == 0:
-            warn_skipped(skipped)
+        for event in skipped if self.meter.rank == 0 else ():
+            log_skipped(event, None, routine=False)
 
     # Steps that do not come to their end.
 

@@ -111,6 +111,8 @@ class FrontEnd:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._held is not None:
+            self._held.fail()
         self.close()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ...algorithms import Dense
 from ...algorithms.volume import WORD_BYTES
@@ -41,6 +42,10 @@ class Decision:
         way, forced = ("dense", "; auto=False forces sparse steps") if self.dense else ("sparse", "")
         later = f"; next test at step {self.next_test}{forced}"
         return f"oktopk: {still}{way} from step {self.step} on: {self.reason()}{later}"
+
+    def facts(self) -> dict[str, Any]:
+        """The line of a metrics file, which has the step of its own."""
+        return {name: value for name, value in asdict(self).items() if name != "step"}
 
     def reason(self) -> str:
         """What was measured, the way that was chosen first."""
@@ -122,8 +127,8 @@ def ending_sentence(steps: int, warmup: int, trial: int, last: Decision | None) 
         return f"oktopk: the run ended in the trial, after {trial} sparse steps of {steps}: nothing was decided"
     if steps <= warmup:
         return (
-            f"oktopk: all {steps} steps were dense: the warm-up takes {warmup}. For so few, pass warmup_steps=None, "
-            f"total_steps={steps}"
+            f"oktopk: all {steps} steps were dense: the warm-up takes {warmup}. For so few, pass "
+            f"warmup_steps=None, total_steps={steps}"
         )
     return f"oktopk: all {steps} steps were dense: the trial of sparse steps had not begun"
 

@@ -30,7 +30,9 @@ class Voice:
         self._settings, self._autotune, self._rank, self._world = settings, autotune, rank, world
         self._schedule = Schedule.of(settings)
         self._parameters = 0
-        self._planned = self._failed = False
+        self._planned = False
+        self.failed = False
+        """Whether the run ends with an error, which says enough."""
         self._last: StepEvent | None = None
         self._steps = {DENSE: 0, SPARSE: 0}
         """Of this process."""
@@ -73,15 +75,11 @@ class Voice:
             _log.info("%s", self.decision.sentence())
         return self.decision
 
-    def fail(self) -> None:
-        """The run ends with an error, which says enough."""
-        self._failed = True
-
     def end(self) -> None:
         """The run has ended: say why, if it never went sparse."""
         total, sparse = sum(self._steps.values()), self._steps[SPARSE]
         went = self._went_sparse or (sparse and not self._autotune.tests)
-        if total and not (went or self._failed or isinstance(self._settings.algorithm, Dense)):
+        if total and not (went or self.failed or isinstance(self._settings.algorithm, Dense)):
             self._say(ending_sentence(total, self._schedule.warmup_steps, sparse, self.decision))
 
     def _say(self, sentence: str) -> None:

@@ -35,7 +35,7 @@ class Sink(ABC):
             self._switch.run(lambda: self._write(event))
 
     def note(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most have no place
-        """Record something else than a step: what run this is ("run"), what was decided ("decision")."""
+        """Record something else than a step: "run" (what it is), "decision" (of auto), "end"."""
 
     def close(self) -> None:
         """Release files and other resources. Further calls do nothing."""

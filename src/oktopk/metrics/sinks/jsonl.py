@@ -28,9 +28,10 @@ def parses(line: bytes) -> bool:
 class JSONLSink(FileSink):
     """Writes one line per reduction, then the line of their step with the traffic by operation.
 
-    Before the first step there is a line "run" (ranks, algorithm, density), and a line "decision" follows when all
-    ranks have compared dense and sparse. With record_loss() and record_validation() in your own training loop,
-    `oktopk report` answers all that it answers of `oktopk train`, if the file is named metrics.jsonl.
+    Before the first step there is a line "run" (ranks, algorithm, density). A line "decision" follows when all
+    ranks have compared dense and sparse, a line "end" when the front end is closed. With record_loss() and
+    record_validation() in your own training loop, `oktopk report` answers all that it answers of `oktopk train`, if
+    the file is named metrics.jsonl.
 
     If a step's line is in the file, the lines of its reductions are too. A run that resumes from a checkpoint
     repeats the steps since then: of two lines for the same step, the later one counts.
@@ -52,7 +53,7 @@ class JSONLSink(FileSink):
         ...         grads = reducer.sync({"w": torch.ones(50)})
         ...     rows = [json.loads(line) for line in path.read_text().splitlines()]
         >>> [(row["event"], row["step"], row.get("payload_bytes")) for row in rows]
-        [('run', 0, None), ('reduction', 0, 200), ('step', 0, 200)]
+        [('run', 0, None), ('reduction', 0, 200), ('step', 0, 200), ('end', 1, None)]
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -89,7 +90,8 @@ class JSONLSink(FileSink):
                 raise OkTopkError("record_loss() before the first step: call it after optimizer.step()")
             if step != before:
                 self._recorded, self._seconds = (step, now), None if began is None else now - began
-            self.add("train", step, {"loss": float(loss), "step_seconds": self._seconds} | _floats(figures))
+            taken = {} if self._seconds is None else {"step_seconds": self._seconds}
+            self.add("train", step, {"loss": float(loss), **taken, **_floats(figures)})
 
     def record_validation(self, epoch: int | None = None, **figures: SupportsFloat) -> None:
         """Write the figures of a validation after the last step, for `oktopk report`.
@@ -100,7 +102,7 @@ class JSONLSink(FileSink):
         """
         with self._lock:
             done = 0 if self._step is None else self._step + 1
-            self.add("validation", done, {"epoch": epoch} | _floats(figures))
+            self.add("validation", done, ({} if epoch is None else {"epoch": epoch}) | _floats(figures))
 
     def note(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         self.add(kind, step, facts)
