@@ -112,11 +112,14 @@ def compare(connect: Callable[..., Any]) -> dict[str, Any]:
     for name, of_script, options in (
         ("dense", {}, {"auto": True}),
         ("dense in buckets", {"cap": 0.003}, {}),
-        ("fused, clipped", {"fused": True, "clips": True}, {}),
+        ("clipped", {"clips": True}, {}),
     ):
         script = Trained(warmup_steps=128, **of_script, **options).train()
-        other = Trained(**of_script).train() if "fused" in of_script else plain
+        other = Trained(clips=True).train() if "clips" in of_script else plain
         found[name] = script.skipped, same_bits(parameters_of(script.net), parameters_of(other.net))
+    script = Trained(fused=True, warmup_steps=128).train()  # its arithmetic has other roundings
+    pairs = zip(script.net.parameters(), plain.net.parameters(), strict=True)
+    found["fused"] = script.skipped, all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs)
     script = Trained(**SPARSE).train()
     assert script.state is not None
     parameters, residuals = without_scaler(script.skipped, **SPARSE)
@@ -138,7 +141,7 @@ def test_a_script_with_a_scaler_needs_no_more_than_the_line() -> None:
         assert plain[:3] == [0, 1, 2]  # the first scale is too large
         assert len(plain) >= 5
         assert found["growths"] >= 3
-        for way in ("dense", "dense in buckets", "fused, clipped", "sparse"):
+        for way in ("dense", "dense in buckets", "clipped", "fused", "sparse"):
             assert found[way] == (plain, True), way
     for masses in zip(*(found["masses"] for found in ranks), strict=True):
         assert_conserved(masses)

@@ -30,8 +30,8 @@ class JSONLSink(FileSink):
 
     Before the first step there is a line "run" (ranks, algorithm, density). A line "decision" follows when all
     ranks have compared dense and sparse, a line "end" when the front end is closed. With record_loss() and
-    record_validation() in your own training loop, `oktopk report` answers all that it answers of `oktopk train`, if
-    the file is named metrics.jsonl.
+    record_validation() in your own training loop, `oktopk report` has all its answers, if the file is named
+    metrics.jsonl.
 
     If a step's line is in the file, the lines of its reductions are too. A run that resumes from a checkpoint
     repeats the steps since then: of two lines for the same step, the later one counts.
