@@ -96,9 +96,12 @@ def test_both_decisions_and_the_way_back_are_said_alike(
     assert not rest  # it went sparse, so that there is nothing to explain at the end
     assert "the warm-up takes 4 steps. A rank sends 80 kB in a dense step." in summaries[2]
     assert "it is compared with the other way" in summaries[6]
-    assert "sparse steps took 234 ms per step" in summaries[100]
-    assert "instead of 468 ms dense: 2 times as fast. The next comparison begins at step 260." in summaries[100]
-    assert "instead of 234 ms dense: 0.5 times as fast. The next comparison begins at step 516." in summaries[270]
+    assert (
+        "sparse steps took 234 ms (from the first bucket on), dense ones 468 ms: 2 times as fast."
+        in summaries[100]
+    )
+    assert "The next comparison begins at step 260." in summaries[100]
+    assert "dense ones 234 ms: 0.5 times as fast. The next comparison begins at step 516." in summaries[270]
     ours = build_report([read_run(tmp_path, "own")])["runs"][0]
     answer = next(one["answer"] for one in ours["answers"] if one["question"] == "What did auto decide?")
     assert answer.startswith("From step 12 on it chose sparse: 234 ms instead of 468 ms per step")
@@ -110,8 +113,8 @@ def test_both_decisions_and_the_way_back_are_said_alike(
     ("steps", "warmup", "why"),
     [
         (3, 5, "all 3 steps were dense: the warm-up takes 5. For so few, pass warmup_steps=None, total_steps=3"),
-        (7, 5, "the run ended in the trial, after 2 sparse steps of 7: nothing was decided"),
-        (20, 5, "12 of 20 steps were dense, because that was faster: 234 ms instead of 468 ms per step"),
+        (7, 5, "5 steps were dense, and the run ended after 2 sparse ones on trial"),
+        (20, 5, "12 of 20 steps were dense, because that was faster: 234 ms per step (from its"),
     ],
 )
 def test_a_run_that_never_went_sparse_says_why(
@@ -123,6 +126,29 @@ def test_a_run_that_never_went_sparse_says_why(
     lines = capsys.readouterr().err.splitlines()
     assert why in lines[-1]
     assert len(lines) == (3 if steps == 20 else 2)
+
+
+def test_a_run_that_goes_on_knows_what_was_decided(
+    sparse_is_faster: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes no more steps than the warm-up has, but that is long over."""
+    state: dict[str, Any] = {}
+    parameters = [("w", torch.zeros(SIZE, requires_grad=True))]
+    for faster in (False, True):
+        sparse_is_faster[0] = faster
+        with oktopk.AllReducer(parameters, warmup_steps=5, auto=True) as reducer:
+            for _ in range(20):
+                reducer.sync({"w": torch.randn(SIZE)})
+            state = reducer.state_dict()
+        capsys.readouterr()
+        with unconfigured_logging(), oktopk.AllReducer(parameters, warmup_steps=5, auto=True) as reducer:
+            reducer.load_state_dict(state)
+            reducer.sync({"w": torch.randn(SIZE)})
+            assert ("sparse at 1 %" if faster else "dense") + ": the faster way" in reducer.summary()
+        _, *ending = capsys.readouterr().err.splitlines()
+        assert [line.split(":")[1] for line in ending] == (
+            [] if faster else [" 1 of 1 steps were dense, because that was faster"]
+        )
 
 
 def test_a_run_as_asked_for_needs_no_explanation(capsys: pytest.CaptureFixture[str]) -> None:

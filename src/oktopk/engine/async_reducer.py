@@ -226,14 +226,14 @@ class AsyncReducer:
         The gradients of the last step had its scale, those to come will have it. What was kept before would be in
         other units: then it is refused.
         """
+        known = self._scaler
         if self._scaler_was_given and (scaler is None or self.scaled):
             return
-        known = self._scaler
         if scaler is None:
             if known is not None:
                 raise RuntimeError(_STEPPED_WITHOUT)
             self._steps.end_quiet_skips()
-        elif known is None or known.get_scale() != scaler.get_scale():
+        elif scaler is not known and (known is None or known.get_scale() != scaler.get_scale()):
             self.drain()
             if known is not None or self._needs_scale():
                 raise RuntimeError(_UNKNOWN_SCALER)

@@ -123,7 +123,9 @@ class OptimizerGuard:
         stepping: called before each step of an optimizer, with the GradScaler that takes it, if there is one.
     """
 
-    def __init__(self, skipped: Callable[[], bool], stepping: Callable[[GradScaler | None], None]) -> None:
+    def __init__(
+        self, skipped: Callable[[], bool], stepping: Callable[[GradScaler | None], None] = lambda _: None
+    ) -> None:
         self._skipped, self._stepping = skipped, stepping
         self.handles: list[GuardHandle] = []
         self.applied = True

@@ -115,22 +115,29 @@ def _volume(settings: Settings, schedule: Schedule, parameters: int) -> str:
     )
 
 
-def ending_sentence(steps: int, warmup: int, trial: int, last: Decision | None) -> str:
-    """Why a run of so many steps never went sparse.
+def ending_sentence(dense: int, tried: int, to_go: int, warmup: int, measured: str | None) -> str:
+    """Why a run never went sparse.
 
-    >>> ending_sentence(60, 128, 0, None)
+    Args:
+        dense: its dense steps.
+        tried: its sparse steps, all of trials.
+        to_go: steps that the warm-up still had to go.
+        warmup: its length.
+        measured: what the last comparison found, if there was one.
+
+    >>> ending_sentence(60, 0, 68, 128, None)
     'oktopk: all 60 steps were dense: the warm-up takes 128. For so few, pass warmup_steps=None, total_steps=60'
     """
-    if last is not None:
-        return f"oktopk: {steps - trial} of {steps} steps were dense, because that was faster: {last.reason()}"
-    if trial:
-        return f"oktopk: the run ended in the trial, after {trial} sparse steps of {steps}: nothing was decided"
-    if steps <= warmup:
+    if measured is not None:
+        return f"oktopk: {dense} of {dense + tried} steps were dense, because that was faster: {measured}"
+    if tried:
+        return f"oktopk: {dense} steps were dense, and the run ended after {tried} sparse ones on trial"
+    if to_go >= 0:
         return (
-            f"oktopk: all {steps} steps were dense: the warm-up takes {warmup}. For so few, pass "
-            f"warmup_steps=None, total_steps={steps}"
+            f"oktopk: all {dense} steps were dense: the warm-up takes {warmup}. For so few, pass "
+            f"warmup_steps=None, total_steps={dense}"
         )
-    return f"oktopk: all {steps} steps were dense: the trial of sparse steps had not begun"
+    return f"oktopk: all {dense} steps were dense: the trial of sparse ones had not begun"
 
 
 def show_bytes(count: float) -> str:

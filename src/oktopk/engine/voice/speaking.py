@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ def say(text: str) -> None:
     if _log.hasHandlers():
         _log.info("%s", text)
     elif _log.level <= logging.INFO and _log.manager.disable < logging.INFO:
-        print(text, file=sys.stderr, flush=True)
+        logging.StreamHandler().handle(_log.makeRecord(_log.name, logging.INFO, __file__, 0, text, (), None))
 
 
 def compile_once(settings: Settings, speaks: bool) -> None:

@@ -56,6 +56,7 @@ class Voice:
             self.plan(event.volume.size)
         self._parameters, self._last = event.volume.size, event
         self._steps[event.phase] += 1
+        self._went_sparse |= event.phase == SPARSE and not self._autotune.is_trial(event.step)
         if not event.skipped:
             self._sent[event.phase] = event.wire.sent_bytes
 
@@ -77,10 +78,17 @@ class Voice:
 
     def end(self) -> None:
         """The run has ended: say why, if it never went sparse."""
-        total, sparse = sum(self._steps.values()), self._steps[SPARSE]
-        went = self._went_sparse or (sparse and not self._autotune.tests)
-        if total and not (went or self.failed or isinstance(self._settings.algorithm, Dense)):
-            self._say(ending_sentence(total, self._schedule.warmup_steps, sparse, self.decision))
+        last, dense = self._last, self._steps[DENSE]
+        if last is None or self._went_sparse or self.failed or isinstance(self._settings.algorithm, Dense):
+            return
+        reached, warmup = last.step + 1, self._schedule.warmup_steps
+        measured = self._measured() if self._autotune.has_decided(reached) else None
+        self._say(ending_sentence(dense, self._steps[SPARSE], warmup - reached, warmup, measured))
+
+    def _measured(self) -> str:
+        """What the last comparison found, also one before the run was resumed."""
+        dense, sparse = self._autotune.agreed
+        return f"{show_ms(dense)} per step (from its first bucket on) instead of {show_ms(sparse)} sparse"
 
     def _say(self, sentence: str) -> None:
         if self._rank == 0:
@@ -110,7 +118,7 @@ class Voice:
         parts = [f"{step} steps; the last one was {mode}: {self._reason(last, step)}.", self._bytes()]
         if self._autotune.has_decided(step):
             dense, sparse = self._autotune.agreed
-            times = f"{show_ms(sparse)} per step (from its first bucket on) instead of {show_ms(dense)} dense"
+            times = f"{show_ms(sparse)} (from the first bucket on), dense ones {show_ms(dense)}"
             ratio = f": {dense / sparse:.3g} times as fast" if dense and sparse else ""
             parts.append(f"When they were last compared, sparse steps took {times}{ratio}.")
         if self._autotune.tests and not self._autotune.is_trial(step):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.comm import Communicator, gather_json
-from oktopk.engine.voice.speaking import hushed
 from oktopk.kernels import must_compile
 from oktopk.tools.lab.hosts import interface_sent_bytes
 from oktopk.train.building import build_optimizer, build_task
@@ -98,8 +97,7 @@ class CellLoop:
         if compiles(self.contender):
             if must_compile():
                 self._say(COMPILING)
-            with hushed():
-                rehearse(self.contender, self.network)
+            rehearse(self.contender, self.network)
         self.attached = attach(self.contender, self.network, build_optimizer(self.config, self.network))
         self._buffers = BufferBackup(self.network)
         identity = ModelIdentity.of(self.config.dnn, self.network)
