@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from oktopk.tools.report import build_report, read_run
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -130,6 +131,26 @@ def test_manual_loop(tmp_path: Path) -> None:
         assert [row["step"] for row in rows if row["event"] == "step" and row["skipped"]] == [60]
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {event["pid"] for event in trace} == set(range(world))
+
+
+def test_own_loop_gives_a_whole_report(tmp_path: Path) -> None:
+    """Every question is answered from what the loop recorded and what it did; some answers are compared here."""
+    out = run("own_loop", "--out", tmp_path, ranks=2)
+    summary = parse(out)
+    check(summary, 2, (20, 180), accuracy=80)
+    assert "200 steps; the last one was sparse at 1 %: as asked for (auto=False)." in out
+    ours = build_report([read_run(tmp_path, "own")])["runs"][0]
+    answers = {one["question"]: one["answer"] for one in ours["answers"]}
+    assert ours["notes"] == []
+    assert (
+        ours["about"] | {"algorithm": "oktopk", "world": 2, "density": 0.01, "parameters": 167178} == ours["about"]
+    )
+    assert answers["When did the sparse phase start?"].startswith("At step 20 (both count from 0). Of 200 steps")
+    assert "What did auto decide?" not in answers  # it is off
+    for question, answer in answers.items():
+        assert not re.search("not recorded|not known|no validation|No loss|No times|No messages", answer), question
+    assert f"accuracy {summary.accuracy / 100:.3g}" in answers["Does it learn?"]
+    assert len(ours["validations"]) == 4
 
 
 def test_resume_gives_the_same_bits_and_changes_its_number_of_ranks(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_residuals_live_in_unscaled_units(algorithm: str, layout: str) -> None:
                 expected = plain.sync({name: grad.clone() for name, grad in grads.items()})
                 result = scaled.sync({name: grad * scale for name, grad in grads.items()})
                 assert stepping.same_bits(expected, {name: grad / scale for name, grad in result.items()})
-                stepping.assert_same_state(plain.state_dict(), scaled.state_dict())
+                stepping.assert_same_state(plain.state_dict(), scaled.state_dict(), but=["scaled"])
 
     stepping.on_ranks(2, job)
 

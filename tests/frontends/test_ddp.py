@@ -297,7 +297,7 @@ def test_users_see_few_names_of_a_state() -> None:
     """What they call, and nothing of the engine."""
     names = {name for name in dir(oktopk.OkTopkState) if not name.startswith("_")}
     assert len(names) <= 12, sorted(names)
-    assert names >= {"register", "guard", "state_dict", "load_state_dict", "stats", "close"}
+    assert names >= {"register", "guard", "state_dict", "load_state_dict", "stats", "summary", "close"}
 
 
 def names_of(connect: Callable[..., Any]) -> set[str]:

@@ -142,9 +142,12 @@ def test_sinks_and_the_trainer_see_every_step() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_a_scale_does_not_enter_residuals_and_backs_off_everywhere(clip: float | None) -> None:
+def test_a_scale_does_not_enter_residuals_and_backs_off_everywhere(
+    clip: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
     """With one infinite gradient: all ranks skip, and halve the scale. A run without a scaler is the same."""
     bad = 3
+    caplog.set_level(logging.INFO, "oktopk")
 
     def job(comm: oktopk.Communicator) -> tuple[dict[str, Tensor], float]:
         model, plain = make_model(), make_model()
@@ -178,6 +181,9 @@ def test_a_scale_does_not_enter_residuals_and_backs_off_everywhere(clip: float |
     ranks = on_ranks(2, job)
     assert_replicas(model for model, _ in ranks)
     assert [scale for _, scale in ranks] == [128.0, 128.0]
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if "skipped" in record.msg]
+    assert [level for level, _ in said] == ["INFO", "WARNING"]  # a back-off is routine, and short
+    assert said[0][1] == "oktopk: step 3 skipped: the GradScaler's scale of 256 is too large"
 
 
 def test_a_scaler_that_it_does_not_know_is_an_error_and_a_disabled_one_is_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 
 import pytest
@@ -226,9 +227,10 @@ def test_two_different_names_of_algorithms_are_an_error(front_end: str) -> None:
 def test_it_says_once_when_everything_stays_dense(caplog: pytest.LogCaptureFixture) -> None:
     """Alone, dense costs nothing; a user who waits for the sparse phase must hear of it."""
     model = make_model()
+    caplog.set_level(logging.INFO, "oktopk")
     with wrap(model, None, auto=True, warmup_steps=4) as optimizer:
         train(model, optimizer, 0, range(14))
-        said = [record.getMessage() for record in caplog.records if "stays dense" in record.getMessage()]
+        said = [record.getMessage() for record in caplog.records if "dense from step" in record.getMessage()]
         assert len(said) == 1
         assert "auto=False" in said[0]
         assert "density=0.1" in repr(optimizer._engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -20,10 +21,25 @@ from ..metrics.sinks import as_sink
 from .settings import GRADIENTS, Settings
 from .state_dict import read_state, save_state
 from .step import StepReducer
+from .voice.speaking import compile_once
 from .worker import Job, Worker
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+_UNKNOWN_SCALER = (
+    "a GradScaler scales these gradients, and its scale was needed before the optimizer's first step: pass it as "
+    "grad_scaler="
+)
+_STEPPED_WITHOUT = (
+    "these gradients were taken for scaled by the GradScaler of earlier steps, but it does not take this step: "
+    "call scaler.step(optimizer), or pass grad_scaler= if you unscale and step yourself"
+)
+_SAVED_SCALED = (
+    "the state was saved by a run with a GradScaler, whose scale is needed from the first step on: pass it as "
+    "grad_scaler=; without one, GradScaler(enabled=False)"
+)
 
 
 class Scaler(Protocol):
@@ -57,16 +73,20 @@ class AsyncReducer:
     ) -> None:  # fmt: skip
         self.settings = settings
         self._comm, self._owns_comm, self._scaler = comm, owns_comm, grad_scaler
+        self._scaler_was_given = grad_scaler is not None
         self._steps = StepReducer(settings, comm, sinks, unused_stay, averages)
         steps = self._steps  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
             add_step(error, comm.rank, steps.step)
+            steps.voice.failed = True
             if not isinstance(error, NonFiniteError):  # that one all ranks raise by themselves
                 comm.fail(error)
             steps.give_up()
 
         self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up, comm.interrupt)
+        self._ending = weakref.finalize(self, steps.voice.end)
+        """Says at the end, also that of the process, why a run never went sparse."""
         self._first_handed: float | None = None
         """When the first bucket of the step under way was handed in."""
         self._last_handed = 0.0
@@ -88,6 +108,8 @@ class AsyncReducer:
         with self.uninterrupted():
             if self._first_handed is None:
                 self._worker.wait()
+                if steps.last is None:
+                    compile_once(self.settings, speaks=self.rank == 0)
                 steps.begin()
             self._last_handed = time.perf_counter()
             if self._first_handed is None:
@@ -134,14 +156,15 @@ class AsyncReducer:
             else:
                 self._worker.here(job)
 
-    def skip_next(self, nonfinite: Iterable[str]) -> None:
+    def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the step whose buckets are submitted next; they are not exchanged.
 
         Args:
             nonfinite: this rank's parameters that are the reason; none, if it is another rank's.
+            scale: of a GradScaler, which will lower it.
         """
         steps, names = self._steps, list(nonfinite)
-        self.run(lambda _: steps.skip_next(names), counted=True)
+        self.run(lambda _: steps.skip_next(names, scale), counted=True)
 
     def run(self, job: Callable[[Communicator], T], counted: bool = False) -> T:
         """Let the worker communicate about something else, and return the result of `job`.
@@ -188,6 +211,39 @@ class AsyncReducer:
     def scaled(self) -> bool:
         """Whether a GradScaler is at work; a disabled one is none."""
         return self._scaler is not None and self._scaler.is_enabled()
+
+    def await_scaler(self, waits: bool) -> None:
+        """Set whether a GradScaler may be at work that is not known yet: no optimizer has stepped so far.
+
+        A skipped step then hands back NaN, which a GradScaler reacts to. If all steps so far were skipped, nothing
+        is kept of them: they had scales that are not known.
+        """
+        self._steps.may_be_scaled = waits and self._scaler is None
+
+    def notice_scaler(self, scaler: Scaler | None) -> None:
+        """An optimizer is about to step, called by this GradScaler, or by none: all ranks notice the same.
+
+        The gradients of the last step had its scale, those to come will have it. What was kept before would be in
+        other units: then it is refused.
+        """
+        known = self._scaler
+        if self._scaler_was_given and (scaler is None or self.scaled):
+            return
+        if scaler is None:
+            if known is not None:
+                raise RuntimeError(_STEPPED_WITHOUT)
+            self._steps.end_quiet_skips()
+        elif scaler is not known and (known is None or known.get_scale() != scaler.get_scale()):
+            self.drain()
+            if known is not None or self._needs_scale():
+                raise RuntimeError(_UNKNOWN_SCALER)
+            self._steps.rescale(1.0 / float(scaler.get_scale()))
+        self._scaler = scaler
+
+    def _needs_scale(self) -> bool:
+        """Whether the scale of the gradients should have been known before."""
+        settings = self.settings
+        return settings.norm_clip is not None or settings.warmup_values == "fp16" or self._steps.keeps_unscaled
 
     def _scale(self) -> float | None:
         return float(self._scaler.get_scale()) if self._scaler is not None and self.scaled else None
@@ -240,6 +296,15 @@ class AsyncReducer:
         self.drain()
         return list(self._steps.schedule)
 
+    def plan(self, parameters: int) -> None:
+        """Say what is going to happen, for so many parameters."""
+        self._steps.voice.plan(parameters)
+
+    def summary(self) -> str:
+        """The present state in words."""
+        self.drain()
+        return self._steps.voice.summary(self.step)
+
     def add_sink(self, sink: MetricsSink) -> None:
         """Pass every step from now on to one more sink."""
         self.drain()
@@ -279,7 +344,7 @@ class AsyncReducer:
     def state_dict(self) -> dict[str, Any]:
         """All that this rank must keep, as tensors and primitives: every rank saves its own."""
         self._check_between_steps()
-        return save_state(self._steps)
+        return save_state(self._steps) | {"scaled": self.scaled}
 
     def load_state_dict(self, saved: Mapping[str, Any], sizes: Mapping[str, int] | None = None) -> None:
         """Go on where this rank's state_dict() was taken; `sizes` are those of the parameters, if known."""
@@ -290,6 +355,8 @@ class AsyncReducer:
     ) -> Callable[[], None]:
         """Check a state_dict() in full, and change nothing; the function that is returned takes it over."""
         self._check_between_steps()
+        if isinstance(saved, Mapping) and saved.get("scaled") and self._scaler is None:
+            raise ValueError(_SAVED_SCALED)
         return read_state(self._steps, saved, sizes)
 
     def _check_between_steps(self) -> None:
@@ -306,8 +373,15 @@ class AsyncReducer:
             _log.warning(
                 "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout
             )
+        self._ending()
         for sink in self._steps.sinks:
+            if not self._steps.voice.failed:
+                sink.note("end", self.step, {})
             sink.close()
+
+    def fail(self) -> None:
+        """The run ends with an error of the caller: nothing is said of its end."""
+        self._steps.voice.failed = True
 
     def __repr__(self) -> str:
         settings, density = self.settings, self.settings.density

@@ -9,7 +9,6 @@ Whole steps are compared, because a dense sum may be hidden behind backward wher
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from bisect import bisect_right
@@ -25,8 +24,6 @@ from ..algorithms import Dense
 from ..comm import Communicator
 from .density import WINDOW, DensityBudget, gather_seconds, read_course
 from .settings import AUTO, WARMUP_VALUES, Pairs, Settings
-
-_log = logging.getLogger(__name__)
 
 RAMP_FROM = 0.25
 """The density at which a ramp begins."""
@@ -124,7 +121,6 @@ class Autotune:
             self.budget = DensityBudget(settings, schedule.warmup_steps + schedule.ramp_steps)
         self._times: dict[bool, deque[float]] = {True: deque(maxlen=16), False: deque(maxlen=5)}
         """Seconds of the last dense (True) and sparse (False) steps."""
-        self._said_dense = False
         self.prefers_dense = False
         self.agreed = (0.0, 0.0)
         """(dense, sparse) seconds, the means over ranks, that the last decision was based on."""
@@ -169,12 +165,27 @@ class Autotune:
             self._times[dense].clear()  # a trial forgets the old times of the way that it tries
         self._times[dense].append(seconds)
 
+    @property
+    def tests(self) -> bool:
+        """Whether both ways are compared."""
+        return self._auto and self._compresses
+
+    def next_test(self, step: int) -> int:
+        """The first step of the trial that is under way at this step, or of the next one."""
+        return step - self._trial(self._settled_steps(step))[0]
+
+    def is_trial(self, step: int) -> bool:
+        """Whether the step belongs to a trial."""
+        return self.tests and self._trial(self._settled_steps(step))[0] >= 0
+
+    def has_decided(self, step: int) -> bool:
+        """Whether a trial has ended before this step."""
+        return self.tests and self._trial(self._settled_steps(step))[1] != TRIAL
+
     def decides_after(self, step: int) -> bool:
         """Whether the step is the last one of a trial."""
-        if not (self._auto and self._compresses):
-            return False
         into, length = self._trial(self._settled_steps(step))
-        return into == length - 1
+        return self.tests and into == length - 1
 
     def decide(self, comm: Communicator) -> None:
         """Compare what all ranks of `comm` have measured; all of them come to the same decision."""
@@ -182,8 +193,6 @@ class Autotune:
         means = gather_seconds(comm, own, "dense or sparse").mean(0)
         dense, sparse = self.agreed = float(means[0]), float(means[1])
         self.prefers_dense = dense > 0 and sparse > GAIN * dense
-        if comm.rank == 0:
-            self._log_decision(1e3 * dense, 1e3 * sparse)
 
     def typical(self) -> tuple[float, float]:
         """(dense, sparse) seconds: the lower quartile and the median, so that training stays dense in doubt.
@@ -193,17 +202,6 @@ class Autotune:
         dense, sparse = self.agreed  # all there is of a way that was not taken since the run was resumed
         known = sorted(self._times[True]) or [dense]
         return known[(len(known) - 1) // 4], median(self._times[False] or [sparse])
-
-    def _log_decision(self, dense: float, sparse: float) -> None:
-        if not self.prefers_dense:
-            _log.info("oktopk: sparse steps from here on: %.3g ms instead of %.3g ms dense", sparse, dense)
-            return
-        level = logging.INFO if self._said_dense else logging.WARNING
-        self._said_dense = True
-        _log.log(
-            level, "oktopk: training stays dense, which is faster here: %.3g ms per step, sparse takes %.3g ms. "
-            "auto=False forces sparse steps", dense, sparse,
-        )  # fmt: skip
 
     def decision(self) -> dict[str, Any]:
         """What was decided last, the same on all ranks."""

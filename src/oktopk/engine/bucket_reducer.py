@@ -67,6 +67,11 @@ class BucketReducer:
         self.blocked = 0.0
         """How long this rank was blocked by others in its last reduction."""
 
+    @property
+    def stores(self) -> tuple[ResidualStore, ...]:
+        """What outlasts a step, in the units of gradients."""
+        return self.residuals, self.velocities
+
     def dense_work(self, bucket: Bucket, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         """Memory for a dense result, the gradient's own if possible, and the residual to be sent with it."""
         residual = self.residuals.get(bucket, grad.device)  # of sparse steps, or of skipped ones
@@ -211,10 +216,11 @@ class BucketReducer:
         if residual is not None and self.meter.rank == 0:  # what the type cannot hold stays with rank 0
             residual.add_((work - grad).div_(scale or 1.0), alpha=self.meter.world)
 
-    def rollback(self, result: BucketResult, overwritten: bool = False) -> None:
+    def rollback(self, result: BucketResult, overwritten: bool = False, nan: bool = False) -> None:
         """As if the bucket had sent nothing: its gradient stays in the residual, and the result is empty.
 
-        If its memory is `overwritten`, entries that were averaged densely are lost, and it is left as it is.
+        If its memory is `overwritten`, entries that were averaged densely are lost, and it is left as it is. With
+        `nan`, it becomes NaN even if no scale is known.
         """
         (state, grad, scale), entries = result.handed, None if overwritten else result.dense_entries
         if result.sent is not None or entries is not None:
@@ -227,7 +233,7 @@ class BucketReducer:
             masked, values = result.masked
             self.velocities.flat(state.bucket)[masked] = values
         if not overwritten:
-            _clear(grad, scale)
+            _clear(grad, nan or scale is not None)
 
     def keep(self, handed: Handed) -> None:
         """Keep the gradient of a bucket that was not reduced in the residual, if it is finite."""
@@ -235,7 +241,7 @@ class BucketReducer:
         if all_finite(work):
             self.velocities.commit(bucket, self.velocities.advance(bucket, work, ()), ())
             self.residuals.flat(bucket, work.device).add_(work)
-        _clear(handed.grad, handed.scale)
+        _clear(handed.grad, handed.scale is not None)
 
     # Metrics.
 
@@ -282,6 +288,6 @@ def _unscale(grad: Tensor, scale: float | None) -> Tensor:
     return grad.to(torch.float32, copy=True).mul_(1.0 / scale)
 
 
-def _clear(grad: Tensor, scale: float | None) -> None:
+def _clear(grad: Tensor, scaled: bool) -> None:
     """Leave nothing to apply; a GradScaler must see that something was wrong."""
-    grad.fill_(0.0 if scale is None else math.nan)
+    grad.fill_(math.nan if scaled else 0.0)

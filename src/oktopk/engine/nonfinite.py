@@ -69,13 +69,30 @@ class NonFiniteReport:
         return tuple(dict.fromkeys(text for texts in gathered for text in texts)) or (f"{_SUM}, which overflows",)
 
 
-def report_skipped(event: StepEvent, in_a_row: int, most: int, log: bool) -> None:
-    """Log that a step was skipped; raise if `most` steps in a row were."""
-    where = ", ".join(event.culprits)
-    if log:
-        _log.warning("oktopk: step %d skipped on all ranks: non-finite gradients in %s", event.step, where)
-    if in_a_row >= most:
-        raise NonFiniteError(
-            f"{in_a_row} steps in a row had non-finite gradients; the last was step {event.step}: {where}. Lower "
-            "the learning rate, clip gradients or check the data; max_skipped sets how many are tolerated"
-        )
+def log_skipped(event: StepEvent, scale: float | None, routine: bool) -> None:
+    """Log that a step was skipped. If a GradScaler's scale is too large, that is `routine`: it is lowered."""
+    if routine and scale is not None:
+        _log.info("oktopk: step %d skipped: the GradScaler's scale of %g is too large", event.step, scale)
+        return
+    if routine:
+        _log.info("oktopk: step %d skipped: non-finite gradients, as a GradScaler expects at first", event.step)
+        return
+    _log.warning("oktopk: step %d skipped on all ranks: non-finite gradients in %s", event.step, _where(event))
+
+
+def check_skipped(event: StepEvent, in_a_row: int, most: int, scale: float | None) -> None:
+    """Raise if `most` steps in a row were skipped."""
+    if in_a_row < most:
+        return
+    scaling = "if a GradScaler scales the loss, pass it as grad_scaler="
+    if scale is not None:
+        scaling = f"the GradScaler's scale is {scale:g}"
+    raise NonFiniteError(
+        f"{in_a_row} steps in a row had non-finite gradients; the last was step {event.step}: {_where(event)}. "
+        f"Lower the learning rate, clip gradients or check the data; {scaling}; max_skipped sets how many are "
+        "tolerated"
+    )
+
+
+def _where(event: StepEvent) -> str:
+    return ", ".join(event.culprits)

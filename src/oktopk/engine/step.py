@@ -12,15 +12,16 @@ from torch import Tensor
 from ..comm import Communicator, Digest, Metered, agree, post_digest
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
-from ..metrics.sinks import as_sink
+from ..metrics.sinks import Sink, as_sink
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
 from .dense_allreduce import DenseAllReduce
 from .hierarchy.local_group import LocalGroup
-from .nonfinite import NonFiniteReport, report_skipped
+from .nonfinite import NonFiniteReport, check_skipped, log_skipped
 from .recorder import add_traffic
 from .settings import GRADIENTS, Settings
+from .voice.voice import Voice
 
 
 class StepReducer:
@@ -55,6 +56,9 @@ class StepReducer:
         exchanging = self.meter if self.local is None else self.local.leaders
         self.reducer = BucketReducer(settings, exchanging, unused_stay)
         self.autotune = Autotune(settings)
+        self.voice = Voice(settings, self.autotune, self.meter.rank, self.meter.world)
+        self._introduced: list[Sink] = []
+        """The sinks that know what run this is."""
         self.density: float | None = None
         """Of the step under way; None if it is dense."""
         self.schedule: list[tuple[int, float | None]] = []
@@ -63,6 +67,14 @@ class StepReducer:
         self._report = NonFiniteReport(
             settings, f"rank {self.meter.rank}" if self.local is None else str(self.local)
         )
+        self.may_be_scaled = False
+        """Whether a GradScaler may be at work that is not known yet."""
+        self._quiet_skips: list[StepEvent] = []
+        """Steps that were skipped while it may have been."""
+        self._scale: float | None = None
+        """Of a GradScaler, in the step under way."""
+        self._decided = False
+        """Whether this step ended a trial."""
         self._handed = 0
         """Buckets of this step so far."""
         self._waiting: list[Handed] = []
@@ -89,8 +101,9 @@ class StepReducer:
         self.density = self.autotune.density(self.step)
         self._dense.warms_up = self.autotune.warms_up(self.step)
 
-    def skip_next(self, nonfinite: Iterable[str]) -> None:
+    def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
+        self._scale = scale
         self._report.add(nonfinite)
         self._report.names = list(self._report.gather(self.meter))
 
@@ -98,6 +111,8 @@ class StepReducer:
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
         """Replace `grad` (1-D) by its mean over ranks, by the end of finish(); a GradScaler may have scaled it."""
         handed = Handed(self._state_of(bucket, grad), grad, scale)
+        if scale is not None:
+            self._scale = scale
         self._handed += 1
         if self.local is not None:
             self.local.reduce(bucket, grad)
@@ -159,9 +174,12 @@ class StepReducer:
         skipped, culprits = self._report.names is not None, self._gather_names()
         for result in self._results:
             if skipped:
-                self.reducer.rollback(result)
+                self.reducer.rollback(result, nan=self.may_be_scaled)
             else:
                 self.reducer.commit(result)
+        if skipped and self.may_be_scaled and self.step == self.skipped_steps:
+            for store in self.reducer.stores:
+                store.load_state_dict({})
         self._tune(skipped, start, handed_over)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
             self._events[-1] = add_traffic(self._events[-1], self.reducer.meter.pop_traffic())
@@ -217,7 +235,8 @@ class StepReducer:
             self.autotune.record(self.step, self.density is None, now - start)
         if budget is not None:
             budget.record(self.step, self.density if counts else None, now - handed_over, now)
-        if self.exchanges and self.autotune.decides_after(self.step):
+        self._decided = self.autotune.decides_after(self.step)
+        if self.exchanges and self._decided:
             self.autotune.decide(self.reducer.meter)
         if self.exchanges and budget is not None and budget.decides_after(self.step):
             budget.decide(self.reducer.meter, self.step)
@@ -231,10 +250,43 @@ class StepReducer:
         self.skipped_steps += event.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if event.skipped else 0
         self.step += 1
+        self.voice.record(event)
+        decision = self.voice.decide(event.step) if self._decided else None
         for sink in self.sinks:
+            if sink not in self._introduced:
+                self._introduced.append(sink)
+                sink.note("run", event.step, self.voice.facts())
             sink.emit(event)
+            if decision is not None:
+                sink.note("decision", event.step, decision.facts())
+        scale, self._scale = self._scale, None
         if event.skipped:
-            report_skipped(event, self.skipped_in_a_row, self.settings.max_skipped, log=self.meter.rank == 0)
+            routine = self.may_be_scaled or (scale is not None and scale > 1)
+            if self.meter.rank == 0:
+                log_skipped(event, scale, routine)
+            if self.may_be_scaled:
+                self._quiet_skips.append(event)
+            check_skipped(event, self.skipped_in_a_row, self.settings.max_skipped, scale)
+
+    # The scale of a GradScaler that was not known at first.
+
+    @property
+    def keeps_unscaled(self) -> bool:
+        """Whether residuals or velocities are of more than the last step, so that no scale fits all of them."""
+        return any(self.reducer.stores) and self.step - self.skipped_steps != 1
+
+    def rescale(self, factor: float) -> None:
+        """Multiply residuals and velocities by this, and evaluate thresholds anew."""
+        for store in self.reducer.stores:
+            store.load_state_dict({name: part * factor for name, part in store.state_dict().items()})
+        for group in self.groups.values():
+            group.tracking = None
+
+    def end_quiet_skips(self) -> None:
+        """No GradScaler is at work: steps that were skipped before this was known deserve a warning."""
+        skipped, self._quiet_skips = self._quiet_skips, []
+        for event in skipped if self.meter.rank == 0 else ():
+            log_skipped(event, None, routine=False)
 
     # Steps that do not come to their end.
 

@@ -21,6 +21,10 @@ class ResidualStore:
         self._flat: dict[Bucket, Tensor] = {}
         self._by_name: dict[str, Tensor] = {}
 
+    def __bool__(self) -> bool:
+        """Whether it holds anything."""
+        return bool(self._by_name)
+
     def get(self, bucket: Bucket, device: torch.device | None = None) -> Tensor | None:
         """The memory of a bucket, or None if it was never used."""
         if not self._by_name or (bucket not in self._flat and self._by_name.keys().isdisjoint(bucket.names)):

@@ -14,11 +14,11 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Density, Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink
-from .base import FrontEnd, check_sinks, check_supported, choose_algorithm, describe
+from .base import TrainerFrontEnd, check_sinks, check_supported, choose_algorithm, describe
 from .bucketed import BucketedGradients, check_pairs
 
 
-class AllReducer(FrontEnd):
+class AllReducer(TrainerFrontEnd):
     """Averages named gradients over all ranks by sparse all-reduce with error feedback, bucket by bucket.
 
     Without torch.distributed this process is the only rank. Parameters that are frozen or unfrozen later, on all
@@ -68,6 +68,7 @@ class AllReducer(FrontEnd):
             self._gradients = BucketedGradients(named, buckets)
             terms |= settings.terms() | describe(named) | {"buckets": self._gradients.buckets}
         self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=checked)
+        self._held.plan(self._gradients.size)
 
     @property
     def schedule(self) -> list[tuple[int, float | None]]:

@@ -48,14 +48,6 @@ class FrontEnd:
         """Whether the last step was skipped because a gradient was not finite."""
         return self._held is not None and self._held.skipped
 
-    def set_trainer(self, trainer: Any) -> None:
-        """Fill the trainer's lists of metrics from now on, one entry per step.
-
-        Args:
-            trainer: any object; it gets the lists `sparsities`, `compression_ratios`, `communication_sizes`.
-        """
-        self.add_sink(TrainerLists(trainer))
-
     def add_sink(self, sink: MetricsSink) -> None:
         """Pass every step from now on to one more sink.
 
@@ -70,6 +62,13 @@ class FrontEnd:
         There are none of a copy that was not used.
         """
         return {} if self._held is None else self._held.stats()
+
+    def summary(self) -> str:
+        """The present state in words: dense or sparse and why, bytes, speed-up, the next comparison.
+
+        It has the figures of stats(). There are none of a copy that was not used.
+        """
+        return "Not used so far." if self._held is None else self._held.summary()
 
     def run(self, job: Callable[[Communicator], T]) -> T:
         """Let all ranks communicate between steps: to save a checkpoint, say.
@@ -112,7 +111,21 @@ class FrontEnd:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._held is not None:
+            self._held.fail()
         self.close()
+
+
+class TrainerFrontEnd(FrontEnd):
+    """A front end to which a trainer can be linked later; the DDP front end has only `trainer=`."""
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Fill the trainer's lists of metrics from now on, one entry per step.
+
+        Args:
+            trainer: any object; it gets the lists `sparsities`, `compression_ratios`, `communication_sizes`.
+        """
+        self.add_sink(TrainerLists(trainer))
 
 
 def choose_algorithm(algorithm: str | Algorithm, compressor: str | Algorithm | None) -> str | Algorithm:

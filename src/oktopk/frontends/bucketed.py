@@ -40,6 +40,11 @@ class BucketedGradients:
         """The parameters that are averaged."""
         return [name for bucket in self.buckets for name in bucket.names]
 
+    @property
+    def size(self) -> int:
+        """The number of entries that are averaged."""
+        return sum(bucket.size for bucket in self.buckets)
+
     def thawed(self) -> list[str]:
         """The parameters that require a gradient now, but are in no bucket."""
         unchanged = self._followed == self._flags()

@@ -46,8 +46,11 @@ class OkTopkState(FrontEnd):
         buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
         auto: measure dense and sparse steps, and use the faster way.
         norm_clip: scale this rank's gradient down to this norm before it is compressed.
-        grad_scaler: the GradScaler whose scale the gradients have.
-        trainer: an object whose lists of metrics are filled; see set_trainer().
+        grad_scaler: the GradScaler whose scale the gradients have. The guard notices by itself one whose step()
+            takes the optimizer's; it must be passed with `norm_clip` and fp16 `warmup_values`, to resume, and
+            without a guard.
+        trainer: an object that gets the lists `sparsities`, `compression_ratios` and `communication_sizes`, with
+            one entry per step.
         sinks: where the metrics of every step go.
         timeout: seconds that a rank that is alive may keep others waiting; by default the process group's own.
         **options: the other fields of `oktopk.Settings`.
@@ -90,7 +93,7 @@ class OkTopkState(FrontEnd):
         self._plan, self._timeout = plan, timeout
         self._copied: Copied | None = None
         self._model: ModelWatch | None = None
-        self._guard = OptimizerGuard(lambda: self.skipped)
+        self._guard = OptimizerGuard(lambda: self.skipped, self._notice_scaler)
         self._names: dict[Tensor, str] = {}
         self._frozen: dict[str, int] = {}
         """The sizes of parameters that require no gradient, as far as they are known."""
@@ -132,13 +135,15 @@ class OkTopkState(FrontEnd):
         self._model = ModelWatch(model)
         if optimizer is not None:
             self.guard(optimizer)
+        self._engine.plan(sum(p.numel() for p in self._names))
         return self
 
     def guard(self, optimizer: Optimizer) -> GuardHandle:
         """Make skipped steps exact: the optimizer then finds no gradients, and changes nothing.
 
-        It also notices that an interrupt has ended optimizer.step() in the middle, or left it out on this rank. An
-        unguarded optimizer sees zero gradients: its momentum and weight decay still act.
+        It also notices that an interrupt has ended optimizer.step() in the middle, or left it out on this rank,
+        and the GradScaler whose step() calls the optimizer's. An unguarded optimizer sees zero gradients: its
+        momentum and weight decay still act.
 
         Args:
             optimizer: a torch optimizer, or a wrapper such as Accelerate's.
@@ -151,6 +156,11 @@ class OkTopkState(FrontEnd):
         if self._held is not None:  # a copy is not connected, and its original has said so
             warn_adaptive(self._settings, optimizer, self._held.rank)
         return self._guard.watch(optimizer)
+
+    def _notice_scaler(self, scaler: Scaler | None) -> None:
+        """An optimizer steps: a GradScaler that was not passed is known from here on."""
+        if self._held is not None:  # otherwise a copy that was never used
+            self._held.notice_scaler(scaler)
 
     def _name(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         named = [(name.replace("_orig_mod.", ""), p) for name, p in named_parameters]
@@ -206,6 +216,7 @@ class OkTopkState(FrontEnd):
             if self._guard.handles and not self._guard.applied and not self._model.joins:
                 self._agree_unapplied()
         self._engine.abandon(overwritten=True)  # a backward pass that has failed in the middle
+        self._engine.await_scaler(self._guard.waits)
         self._delivered = []
 
     def _bucket_of(self, delivered: GradBucket) -> Bucket:

@@ -140,6 +140,7 @@ class LocalOptimizer(WrappedOptimizer):
             terms |= {"lr_scale": scale}
             checked = check_sinks(sinks, trainer)
         self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, sinks=checked, averages=UPDATES)
+        self._held.plan(self._gradients.size)
         self.sync_every = sync_every
         self._average_state_every, self._averaged_state = average_state_every, tuple(averaged_state)
         self._scaler = cast("_AmpScaler | None", grad_scaler)
@@ -288,10 +289,12 @@ class LocalOptimizer(WrappedOptimizer):
     def _skip(self, reasons: Sequence[str]) -> None:
         """Skip the step on all ranks. The engine counts, reports and, after `max_skipped`, raises it."""
         self._updates.restore()
+        scale = None
         if self._scaler is not None and self._scaler.is_enabled():
+            scale = float(self._scaler.get_scale())
             for seen in self._scaler._found_inf_per_device(self).values():
                 seen.fill_(1.0)
-        self._engine.skip_next(reasons)
+        self._engine.skip_next(reasons, scale)
         for bucket in self._gradients.buckets:
             self._gradients.submit_filled(self._engine, bucket, Tensor.zero_)
         self._engine.finish()

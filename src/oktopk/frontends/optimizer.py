@@ -20,6 +20,7 @@ from ..engine.settings import Density, Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
 from .base import check_momentum, check_sinks, choose_algorithm, warn_adaptive
+from .watching import calling_scaler
 from .wrapped import WrappedOptimizer
 
 
@@ -83,6 +84,7 @@ class DistributedOptimizer(WrappedOptimizer):
             checked = check_sinks(sinks, trainer)
             warn_adaptive(settings, optimizer, ranks.rank)
         self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, grad_scaler=grad_scaler, sinks=checked)
+        self._held.plan(self._gradients.size)
         self._backward_passes = backward_passes
         self._synchronized = False
         self._applied = True
@@ -185,6 +187,11 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average what is not averaged yet, and step. A step with numbers that are not finite changes nothing."""
+        if not self._engine.scaled and calling_scaler() is not None:
+            raise RuntimeError(
+                "the gradients are scaled: pass DistributedOptimizer(grad_scaler=scaler), and call "
+                "optimizer.synchronize() before scaler.step(optimizer)"
+            )
         with self._engine.uninterrupted():
             if closure is not None:
                 result = self.inner.step(self._with_average(closure))

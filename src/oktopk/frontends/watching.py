@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -49,6 +52,19 @@ def unwrap(optimizer: Any) -> Optimizer:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def calling_scaler() -> GradScaler | None:
+    """The GradScaler whose step() has called this optimizer, if there is one and it is enabled.
+
+    GradScaler.step() does not tell an optimizer who calls. Its frame knows the scaler itself, and so the scale of
+    the gradients, whatever was done to them since.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    scaler = None if frame is None else frame.f_locals["self"]
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 class ModelWatch:
@@ -100,14 +116,27 @@ class GuardHandle:
 
 
 class OptimizerGuard:
-    """Lets a skipped step change nothing, and notices a step that an interrupt left out or did by half."""
+    """Lets a skipped step change nothing, and notices a step that an interrupt left out or did by half.
 
-    def __init__(self, skipped: Callable[[], bool]) -> None:
-        self._skipped = skipped
+    Args:
+        skipped: whether the last step was skipped.
+        stepping: called before each step of an optimizer, with the GradScaler that takes it, if there is one.
+    """
+
+    def __init__(
+        self, skipped: Callable[[], bool], stepping: Callable[[GradScaler | None], None] = lambda _: None
+    ) -> None:
+        self._skipped, self._stepping = skipped, stepping
         self.handles: list[GuardHandle] = []
         self.applied = True
         """Whether the optimizer has stepped since gradients were averaged."""
         self._unfinished = False
+        self._stepped = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is not known yet if a GradScaler is at work: no guarded optimizer has stepped so far."""
+        return bool(self.handles) and not self._stepped
 
     def watch(self, optimizer: Optimizer) -> GuardHandle:
         hooks = (
@@ -128,6 +157,8 @@ class OptimizerGuard:
             raise RuntimeError(_HALF_A_STEP)
 
     def _before(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._stepped = True
+        self._stepping(calling_scaler())
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._unfinished = closure is None  # a closure averages gradients inside of the step
         if self._skipped():

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from ..comm.broadcast import broadcast_tensors
 from ..engine.state_dict import redistribute_residuals
 from ..feedback.buckets import BucketPlan
-from .base import FrontEnd, check_momentum, check_supported, describe
+from .base import TrainerFrontEnd, check_momentum, check_supported, describe
 from .bucketed import BucketedGradients, name_parameters
 
 OKTOPK = "oktopk"
 """Where the state_dict() of a wrapped optimizer has the engine's state; the rest is the inner optimizer's."""
 
 
-class WrappedOptimizer(FrontEnd, Optimizer):
+class WrappedOptimizer(TrainerFrontEnd, Optimizer):
     """Has the groups and the state of the inner optimizer, and its parameters by name and in buckets."""
 
     inner: Optimizer

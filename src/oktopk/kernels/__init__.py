@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -67,6 +68,17 @@ def backend_for(device_type: str) -> Backend:
     return cuda
 
 
+def must_compile() -> bool:
+    """Whether Numba has no machine code of the kernels yet: in a new installation, or after an update."""
+    if _cpu is reference:
+        return False
+    from .cpu import selection, vector
+
+    source = max(Path(str(module.__file__)).stat().st_mtime for module in (selection, vector))
+    cache = Path(str(selection.select_one.stats.cache_path))
+    return not any(index.stat().st_mtime >= source for index in cache.glob("selection.*.nbi"))
+
+
 def backend(x: Tensor) -> Backend:
     """The kernels for the device of x."""
     return backend_for(x.device.type)
@@ -82,5 +94,6 @@ __all__ = [
     "bin_edge",
     "bin_of",
     "index_dtype",
+    "must_compile",
     "reference",
 ]

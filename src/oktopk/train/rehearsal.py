@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from oktopk import DistributedOptimizer, LocalOptimizer, run_threads
 from oktopk.comm import Communicator
-from oktopk.kernels import backend_for, reference
+from oktopk.engine.voice.speaking import hushed
 
-COMPILING = "compiling kernels, about 15 s, once per installation"
 _SIZES = (64, 10_000, 200_000)
 _STEPS = 3
 _RANKS = 2
@@ -21,17 +19,6 @@ AnyOptimizer = DistributedOptimizer | LocalOptimizer
 """What a run averages with: gradients, or updates."""
 MakeOptimizer = Callable[[nn.Module, Communicator], AnyOptimizer]
 """Makes the run's optimizer for another model: sparse from the first step on."""
-
-
-def must_compile() -> bool:
-    """Whether Numba has no machine code of the kernels yet: in a new installation, or after an update."""
-    if backend_for("cpu") is reference:
-        return False
-    from oktopk.kernels.cpu import selection, vector
-
-    source = max(Path(str(module.__file__)).stat().st_mtime for module in (selection, vector))
-    cache = Path(str(selection.select_one.stats.cache_path))
-    return not any(index.stat().st_mtime >= source for index in cache.glob("selection.*.nbi"))
 
 
 def rehearse(make_optimizer: MakeOptimizer, device: torch.device) -> None:
@@ -51,7 +38,8 @@ def rehearse(make_optimizer: MakeOptimizer, device: torch.device) -> None:
                 _loss(parameters, random).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
 
-    run_threads(_RANKS, rank)
+    with hushed():
+        run_threads(_RANKS, rank)
 
 
 def _loss(parameters: nn.ParameterList, random: torch.Generator) -> Tensor:

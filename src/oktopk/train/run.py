@@ -19,6 +19,8 @@ from oktopk import DistributedOptimizer, LocalOptimizer
 from oktopk.algorithms import Algorithm, OkTopk, find_algorithm
 from oktopk.comm import Communicator, agree, gather_json
 from oktopk.engine.settings import AUTO, GRADIENTS, UPDATES
+from oktopk.engine.voice.speaking import COMPILING, hushed
+from oktopk.kernels import must_compile
 
 from .building import build_optimizer, build_task
 from .checkpoint.snapshot import CheckpointError, ModelIdentity
@@ -32,7 +34,7 @@ from .console import format_summary, log_start
 from .data.problems import DataError
 from .launch import RankInfo, connect
 from .loop import Trainer
-from .rehearsal import COMPILING, AnyOptimizer, must_compile, rehearse
+from .rehearsal import AnyOptimizer, rehearse
 from .run_folder import RunFolder, check_folder, new_name
 from .stop import Stop
 from .tasks import Task
@@ -95,7 +97,9 @@ def _fit(
     # A warm-up that nobody has given may be a share of the run.
     chosen = config.warmup_steps == AUTO or resolved.origins["warmup_steps"] == DEFAULT
     inner, total = build_optimizer(config, task.model), plan.steps if chosen else None
-    with _make_optimizer(config, inner, task.model, comm, total) as optimizer:
+    with hushed():  # the plan has been logged
+        optimizer = _make_optimizer(config, inner, task.model, comm, total)
+    with optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
         if resume:

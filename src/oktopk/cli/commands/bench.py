@@ -27,7 +27,9 @@ from pathlib import Path
 import torch
 
 from oktopk.algorithms import ALGORITHMS
+from oktopk.engine.voice.speaking import COMPILING
 from oktopk.errors import OkTopkError
+from oktopk.kernels import must_compile
 from oktopk.tools.bench.launch import NO_LIMIT, measure
 from oktopk.tools.bench.names import (
     BenchError,
@@ -43,7 +45,6 @@ from oktopk.tools.bench.tables import phases, text
 from oktopk.tools.bench.workloads import MODELS
 from oktopk.tools.lab import MAX_HOSTS, enter_user_namespace, lab_problem, parse_rate
 from oktopk.tools.plotting import figure_problem
-from oktopk.train.rehearsal import COMPILING, must_compile
 from oktopk.utils.schemas import add_schema
 from oktopk.utils.signals import interrupted_code
 from oktopk.wire.codecs import VALUE_CODES

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from ...errors import OkTopkError
 from ..events import MetricsSink, StepEvent
@@ -32,6 +33,9 @@ class Sink(ABC):
             if self._closed:
                 raise OkTopkError(f"{type(self).__name__} is closed: cannot record step {event.step}")
             self._switch.run(lambda: self._write(event))
+
+    def note(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:  # noqa: B027 - most have no place
+        """Record something else than a step: "run" (what it is), "decision" (of auto), "end"."""
 
     def close(self) -> None:
         """Release files and other resources. Further calls do nothing."""

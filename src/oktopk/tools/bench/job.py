@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from oktopk.engine.voice.speaking import hushed
+
 from .contenders import make_contender
 from .names import warmup_steps
 from .plan import Plan
@@ -78,7 +80,8 @@ def main(text: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=plan.timeout))
     try:
         workload = make_workload(plan.model, plan.params, dist.get_rank())
-        steps = measure(plan, workload, make_progress(plan))
+        with hushed():
+            steps = measure(plan, workload, make_progress(plan))
         of_ranks: list[dict[str, list[TimedStep]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_ranks, steps)
         dist.all_reduce(peak := torch.tensor(peak_memory()), dist.ReduceOp.MAX)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from oktopk.comm import GroupCommunicator
+from oktopk.engine.voice.speaking import hushed
 
 from .cells import CellFolder
 from .loop import CellLoop, make_config
@@ -24,7 +25,8 @@ def main(path: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     comm = GroupCommunicator.exclusive(timeout=timeout)
     try:
-        CellLoop(spec, folder, comm).run()
+        with hushed():
+            CellLoop(spec, folder, comm).run()
         dist.barrier()
     finally:
         comm.close()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from oktopk.comm import Communicator, gather_json
+from oktopk.kernels import must_compile
 from oktopk.tools.lab.hosts import interface_sent_bytes
 from oktopk.train.building import build_optimizer, build_task
 from oktopk.train.checkpoint.replicas import BufferBackup, average_buffers, check_replicas
@@ -26,7 +27,6 @@ from oktopk.train.checkpoint.state import capture_state, restore_state
 from oktopk.train.checkpoint.storage import Checkpoints
 from oktopk.train.config.options import TrainConfig
 from oktopk.train.prefetch import prefetch
-from oktopk.train.rehearsal import must_compile
 from oktopk.train.tasks import StepPosition
 
 from .attach import attach, compiles, rehearse

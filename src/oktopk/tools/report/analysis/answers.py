@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from oktopk.engine.settings import AUTO
@@ -10,7 +10,7 @@ from oktopk.metrics.events import DENSE, SPARSE
 
 from ..units import format_bytes, format_seconds, percent
 from .parsing import whole
-from .runs import Run
+from .runs import Decision, Run
 
 Phases = Mapping[str, Mapping[str, Any]]
 
@@ -21,6 +21,8 @@ def answers(run: Run, phases: Phases, messages: list[dict[str, Any]]) -> list[di
     last = SPARSE if SPARSE in phases else DENSE
     means = phases.get(last)
     texts = {"When did the sparse phase start?": _start(run, phases)}
+    if run.decisions or run.plan.get("auto") is True:
+        texts["What did auto decide?"] = _decided(run)
     if means is not None:
         texts |= {
             "What density was achieved?": _density(run, means, last),
@@ -52,6 +54,42 @@ def _start(run: Run, phases: Phases) -> str:
     planned = whole(run.plan, "dense_steps")
     until = "" if planned is None else f" The plan starts with {planned:,} dense steps."
     return f"Not yet: all {total:,} steps were dense.{until}"
+
+
+def _decided(run: Run) -> str:
+    """The first decision, and those that changed it; how often it was confirmed."""
+    if not run.decisions:
+        return "Nothing so far: it had not timed both dense and sparse steps."
+    told, way = [], None
+    for decision in run.decisions:
+        if decision.dense is not way:
+            verb = "it chose" if way is None else "it went back to" if decision.dense else "it changed to"
+            told.append(f"From step {decision.step:,} on {verb} {_WAYS[decision.dense]}: {_measured(decision)}.")
+        way = decision.dense
+    tests = len(run.decisions)
+    later = run.decisions[-1].figures.get("next_test")
+    told.append(
+        f"{tests} comparison{'s' * (tests > 1)} so far" + (f"; the next at step {later:,.0f}." if later else ".")
+    )
+    return " ".join(told)
+
+
+_WAYS = {True: DENSE, False: SPARSE}
+
+
+def _measured(decision: Decision) -> str:
+    """Seconds and bytes of both ways, the one that was chosen first."""
+
+    def both(unit: str, show: Callable[[float], str]) -> str:
+        known = [decision.figures.get(f"{_WAYS[way]}_{unit}") for way in (decision.dense, not decision.dense)]
+        return " instead of ".join(show(x) for x in known if x) if all(known) else ""
+
+    times, sent = both("seconds", format_seconds), both("bytes", format_bytes)
+    parts = [
+        f"{times} per step, from its first bucket to its end" if times else "",
+        f"{sent} sent" if sent else "",
+    ]
+    return ", ".join(part for part in parts if part) or "no times were recorded"
 
 
 def _density(run: Run, means: Mapping[str, Any], phase: str) -> str:
@@ -105,7 +143,10 @@ def _time(means: Mapping[str, Any], phase: str) -> str:
     shares, seconds = means["shares"], means["step_seconds"]
     if not seconds:
         return "No times were recorded."
-    parts = ", ".join(f"{_GROUP[group]} {percent(share)}" for group, share in shares.items())
+    names = _GROUP
+    if not (means["seconds"].get("forward") or means["seconds"].get("backward")):  # not timed by the loop
+        names = {group: name for group, name in _GROUP.items() if group != "compute"} | {"rest": _NOT_TIMED}
+    parts = ", ".join(f"{names[group]} {percent(share)}" for group, share in shares.items() if group in names)
     first = " The first step of the phase, which may compile kernels, is left out." if means["steps"] > 1 else ""
     return (
         f"A {phase} step took {format_seconds(seconds)} on average: {parts}. Hidden work, which ran during "
@@ -120,6 +161,7 @@ _GROUP = {
     "wait": "wait for late ranks",
     "rest": "the rest (data, update)",
 }
+_NOT_TIMED = "the rest (data, forward, backward and update, which the loop did not time)"
 
 
 def _hidden(means: Mapping[str, Any], phase: str) -> str:

@@ -38,7 +38,7 @@ def describe_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
             "algorithm": run.algorithm,
             "world": run.world,
             "steps": len(run.steps),
-            "finished": run.result.get("finished") is True,
+            "finished": (run.result or run.plan).get("finished") is True,
         },
         "answers": answers(run, means, moved),
         "first_sparse_step": first_sparse(run),
@@ -48,6 +48,7 @@ def describe_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
         "validations": [
             {"step": one.step, "epoch": one.epoch, "figures": dict(one.figures)} for one in run.validations
         ],
+        "decisions": [{"step": one.step, "dense": one.dense, **one.figures} for one in run.decisions],
         "skipped": _skipped(run),
         "plan": _plan(run),
         "config": run.config,

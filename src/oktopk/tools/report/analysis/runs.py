@@ -78,6 +78,15 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """What `auto` decided: the way of the steps from `step` on, and what it had measured."""
+
+    step: int
+    dense: bool
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Run:
     name: str
     steps: tuple[Step, ...]
@@ -87,6 +96,7 @@ class Run:
     result: Row
     config: str
     notes: tuple[str, ...]
+    decisions: tuple[Decision, ...] = ()
 
     def lookup(self, name: str) -> str | float | None:
         """Look up a value in the result, then in the plan."""
@@ -167,22 +177,25 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str) -> Run:
     notes: list[str] = []
-    steps, epochs, validations = _parse_rows(rows(folder / METRICS, notes))
-    plan, config = json_file(folder / PLAN, notes), text_file(folder / CONFIG, notes)
+    steps, epochs, validations, decisions, about = _parse_rows(rows(folder / METRICS, notes))
+    own = notes if not about else []  # the loop of a script has no such files, and its metrics say the same
+    plan, config = json_file(folder / PLAN, own) or about, text_file(folder / CONFIG, own)
     result = json_file(folder / RESULT, [])
     if steps and not any(step.traffic is not None for step in steps):
         notes.append("The steps have no traffic by operation: written by an older version, or not metered.")
     if steps and not any(step.train for step in steps):
         notes.append("No training loop wrote this: losses, forward and backward times are not known.")
-    return Run(name, steps, epochs, validations, plan, result, config, tuple(notes))
+    return Run(name, steps, epochs, validations, plan, result, config, tuple(notes), decisions)
 
 
 def _parse_rows(
     lines: Iterator[Row],
-) -> tuple[tuple[Step, ...], tuple[Epoch, ...], tuple[Validation, ...]]:
+) -> tuple[tuple[Step, ...], tuple[Epoch, ...], tuple[Validation, ...], tuple[Decision, ...], Row]:
     steps: dict[int, Step] = {}
     epochs: dict[int, Epoch] = {}
     validations: dict[int, Validation] = {}
+    decisions: dict[int, Decision] = {}
+    about: Row = {}
     pending: list[tuple[int, Reduction]] = []
     for row in lines:
         kind, place = row.get("event"), whole(row, "step")
@@ -202,10 +215,19 @@ def _parse_rows(
         elif kind == "validation":
             figures = {key: value for key, value in numbers(row).items() if key not in ("step", "epoch")}
             validations[place] = Validation(place, whole(row, "epoch"), figures)
+        elif kind == "decision":
+            figures = {key: value for key, value in numbers(row).items() if key != "step"}
+            decisions[place] = Decision(place + 1, row.get("dense") is True, figures)
+        elif kind == "run":
+            about = {key: value for key, value in row.items() if key not in ("event", "step")}
+        elif kind == "end":
+            about = {**about, "finished": True}
     return (
         tuple(steps[place] for place in sorted(steps)),
         tuple(epochs[place] for place in sorted(epochs)),
         tuple(validations[place] for place in sorted(validations)),
+        tuple(decisions[place] for place in sorted(decisions)),
+        about,
     )
 
 
