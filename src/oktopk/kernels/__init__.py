@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import coding, reference
+from . import coding, reference, slots
 from .types import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of, index_dtype
 
 
@@ -72,15 +72,43 @@ def backend(x: Tensor) -> Backend:
     return backend_for(x.device.type)
 
 
+class SlotKernels(Protocol):
+    """One implementation of the kernels of static shapes."""
+
+    def count_coarse(self, rows: Tensor) -> Tensor: ...
+    def count_fine(self, rows: Tensor, coarse_bin: Tensor) -> Tensor: ...
+    def compact(self, rows: Tensor, cut: slots.Cut, room: int) -> tuple[Tensor, Tensor]: ...
+
+
+@cache
+def slot_kernels_for(device_type: str) -> SlotKernels:
+    """The kernels of static shapes for a device type. Triton is imported on first use."""
+    if device_type == "cuda":
+        try:
+            from .cuda import slots as cuda_slots
+        except ImportError:  # no Triton: torch does the same in more passes
+            return slots
+        return cuda_slots
+    return slots
+
+
+def slot_kernels(x: Tensor) -> SlotKernels:
+    """The kernels of static shapes for the device of x; those of torch for fake tensors."""
+    return slot_kernels_for(x.device.type) if type(x) is Tensor else slots
+
+
 __all__ = [
     "SLOPE_STEP",
     "SMALLEST",
     "Backend",
     "Picked",
+    "SlotKernels",
     "backend",
     "backend_for",
     "bin_edge",
     "bin_of",
     "index_dtype",
     "reference",
+    "slot_kernels",
+    "slot_kernels_for",
 ]

@@ -37,7 +37,7 @@ def _blocks(x: Tensor) -> int:
     return -(-x.numel() // BLOCK)
 
 
-def _on_device_of(x: Tensor) -> AbstractContextManager[None]:
+def on_device_of(x: Tensor) -> AbstractContextManager[None]:
     """Make the tensor's device current: kernels launch on the current device, in a new thread device 0."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
@@ -80,7 +80,7 @@ def select(
     values = torch.empty(room, device=x.device)
     if x.numel() == 0:
         return Picked(indices, values, 0, 0, True)
-    with _on_device_of(x):
+    with on_device_of(x):
         ends = _tally(x, low, higher, grad, keep_old)
         if room:
             _compact(x, x, (indices, values), ends, low)
@@ -110,7 +110,7 @@ def filter_at_least(indices: Tensor, values: Tensor, threshold: float) -> tuple[
         return indices, values
     low = float(float32(threshold))
     out = torch.empty_like(indices), torch.empty_like(values)
-    with _on_device_of(values):
+    with on_device_of(values):
         ends = _tally(values, low, low, nan=False)
         _compact(values, values, out, ends, low, listed=indices, nan=False)
         count = int(ends[0, -1])
@@ -121,7 +121,7 @@ def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     blocks = _blocks(indices)
     if blocks == 0:
         return 0
-    with _on_device_of(out):
+    with on_device_of(out):
         tallies = torch.empty(2, blocks, dtype=torch.int32, device=out.device)
         cuda_kernels.scatter_add[(blocks,)](
             out, indices, values, tallies, indices.numel(), blocks, out.numel(), BLOCK=BLOCK
@@ -137,7 +137,7 @@ def union_sum(parts: Iterable[tuple[Tensor, Tensor]], base: int, span: int) -> t
     sums = torch.zeros(span, device=first[1].device)
     touched = torch.zeros(span, dtype=torch.int8, device=sums.device)
     entries, outside = 0, torch.zeros(1, dtype=torch.int64, device=sums.device)
-    with _on_device_of(sums):
+    with on_device_of(sums):
         for indices, values in chain([first], rest):
             entries += indices.numel()
             if blocks := _blocks(indices):
