@@ -346,16 +346,21 @@ class OkTopkStatic(Algorithm):
 
     Messages: 2(P-1) of one size, and a histogram of 4 kB. Exactly k entries are selected, here and of all sums, as
     far as there are so many and a row has room for its own. Values are fp32, fp16, bf16 or e4m3.
+
+    Args:
+        resident: Whether front ends exchange by the collectives of the device, without the host. None is yes on
+            GPUs whose process group can (nccl), and no on CPUs.
     """
 
     name: ClassVar[str] = "oktopk-static"
     takes_plugins: ClassVar[bool] = False
+    resident: bool | None = None
 
     def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: int | None) -> Reduction:
         """One step over messages in host memory, for any communicator."""
         plan = StaticPlan(acc.size, k, comm.rank, comm.world, self._code(comm))
         values = acc.values
-        checksum = torch.tensor(state or 0, dtype=torch.int64, device=values.device)
+        checksum = torch.full((), int(state or 0), dtype=torch.int64, device=values.device)
 
         def check(messages: Tensor, phase: str) -> None:
             with comm.stopwatch.stage("decode"):
@@ -389,7 +394,7 @@ class OkTopkStatic(Algorithm):
         return None if type(state) is int and -(2**63) <= state < 2**63 else foreign_state(state)
 
     def pack_state(self, state: Any) -> Any:
-        return state
+        return None if state is None else int(state)  # it may be on the device
 
 
 def _vector(where: Tensor, values: Tensor) -> SparseVector:

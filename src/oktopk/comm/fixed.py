@@ -6,19 +6,21 @@ OverGroup       one call of the process group's backend each; nccl then neither 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from ..errors import WireError
 from ..metrics.traffic import Operation
-from .base import Communicator
 from .messages import seal, sealed_bytes, unseal
 
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The name that this version of torch prefers."""
+if TYPE_CHECKING:
+    from .base import Communicator
 
 
 class FixedCollectives(Protocol):
@@ -91,25 +93,33 @@ class OverMessages:
 
 
 class OverGroup:
-    """By the collectives of a torch.distributed process group, on its own device.
+    """By the collectives of a process group's backend, on its own device.
+
+    Waiting for one of nccl makes the stream wait, not the host.
 
     Args:
-        group: The process group; by default the one of all ranks.
+        group: The process group.
+        explain: Makes a block in which errors are explained; by default they are raised as they come.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(
+        self, group: Any, explain: Callable[[Operation], AbstractContextManager[None]] | None = None
+    ) -> None:
+        self._group, self._explain = group, explain or (lambda operation: nullcontext())
+        self.rank, self.world = int(group.rank()), int(group.size())
 
     def all_to_all(self, rows: Tensor, phase: str) -> Tensor:
         arrived = torch.empty_like(rows)
-        dist.all_to_all_single(arrived, rows.contiguous(), group=self._group)
+        with self._explain(Operation("all_to_all", phase)):
+            self._group.alltoall_base(arrived, rows.contiguous(), [], [], dist.AllToAllOptions()).wait()
         return arrived
 
     def all_gather(self, row: Tensor, phase: str, control: bool = False) -> Tensor:
         gathered = row.new_empty(self.world * row.numel())
-        _gather_into(gathered, row.contiguous(), group=self._group)
+        with self._explain(Operation("all_gather", phase, control)):
+            self._group._allgather_base(gathered, row.contiguous(), AllgatherOptions()).wait()
         return gathered.view(self.world, -1)
 
     def all_reduce_(self, counts: Tensor, phase: str) -> None:
-        dist.all_reduce(counts, group=self._group)
+        with self._explain(Operation("all_reduce", phase, control=True)):
+            self._group.allreduce([counts], dist.AllreduceOptions()).wait()

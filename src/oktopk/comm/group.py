@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
@@ -23,6 +24,7 @@ from ..metrics.traffic import Operation
 from ..utils.timeouts import TIMEOUTS, seconds_until
 from .base import Communicator
 from .failure_board import FailureBoard
+from .fixed import OverGroup
 from .messages import Closed, LostRank, Messages, Transfer
 from .process_group.gloo_messages import GlooMessages
 from .process_group.limits import group_timeout, raise_file_limit, timeout_problem
@@ -125,6 +127,7 @@ class GroupCommunicator(Communicator):
         self._sums = GroupSums(given, given, self.rank, self.world)
         self._messages: Messages = GlooMessages(given)
         self._interrupted = False
+        self._collectives: dict[str, OverGroup] = {}
         name, ranks = str(given.group_name), tuple(dist.get_process_group_ranks(given))
         if companion is None:
             companion = "cpu:gloo" not in dist.get_backend_config(group)
@@ -206,6 +209,15 @@ class GroupCommunicator(Communicator):
             begun = self._sums.begin(x, self.timeout)
         return _PendingSum(self, lambda: begun.wait(self.timeout, self._check_ranks), operation, deadline)
 
+    def device_collectives(self, device: torch.device) -> OverGroup:
+        """Those of the given group; of the companion for tensors in host memory."""
+        if device.type not in self._collectives:
+            group = self._sums.group_of(torch.empty(0, device=device))
+            self._collectives[device.type] = OverGroup(
+                group, lambda operation: self.explaining(operation, None, self._deadline())
+            )
+        return self._collectives[device.type]
+
     def _check_ranks(self) -> None:
         """Raise if some rank gave up: a rank that fails cannot close the connections of a group that was given."""
         if self._interrupted:
@@ -228,6 +240,7 @@ class GroupCommunicator(Communicator):
         self.close()
 
     def close(self) -> None:
+        self._collectives = {}
         self._messages.close()
         self._sums.close()
 

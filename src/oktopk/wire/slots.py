@@ -83,7 +83,7 @@ class SlotFormat:
     def read(self, messages: Tensor) -> Rows:
         """What [R, message_bytes] hold. Whatever the bytes are, places lie in [0, span]."""
         room, split = self.room, [4 * _HEADER, 4 * self.blocks, 2 * self.room, self.code.width * self.room]
-        header, counts, inside, values = map(_apart, messages.split(split, dim=1))
+        header, counts, inside, values = map(_apart, torch.split(messages, split, dim=1))
         stamp, lowest, largest, scale = header.view(torch.int32).unbind(1)
         ends = counts.view(torch.int32).cumsum(1, dtype=torch.int32)
         number = torch.arange(room, dtype=torch.int32, device=messages.device).expand(messages.shape[0], room)

@@ -1,4 +1,4 @@
-"""The Triton kernels behind `cuda.slots`: what one block of a launch does. Rows are [R, span], one after the other.
+"""The Triton kernels behind `cuda.slots`: what one block of a launch does. Rows are [R, span].
 
 Blocks write disjoint memory, but for counts, which integer atomics add up in any order to the same sum.
 """
@@ -59,7 +59,7 @@ def tally_cut(rows, low, top, tallies, span, count, blocks, BLOCK: tl.constexpr)
 def write_cut(
     rows, low, top, quota, ends, places, values, span, count, blocks, room, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the entries of a block that are taken, in order. `ends` has the cumulative tallies of a row's blocks."""
+    """Write the entries of a block that are taken, in order. `ends` has the cumulative tallies of its row."""
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     sure, edge = _sure_and_edge(_bits(rows, row, at, span), low, top, at, span, row)

@@ -1,5 +1,7 @@
-"""Selection in static shapes by Triton: equal to `kernels.slots` to the bit, with two passes for a histogram and two
-launches and a scan for a compaction. The host never waits."""
+"""Selection in static shapes by Triton: equal to `kernels.slots` to the bit.
+
+A histogram takes one launch, a compaction two and a scan. The host never waits.
+"""
 
 from __future__ import annotations
 
