@@ -145,23 +145,16 @@ class GroupCommunicator(Communicator):
     def exclusive(cls, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> GroupCommunicator:
         """The same ranks over separate connections; all ranks call it together.
 
+        Sums of device tensors go through the given group, from the thread and in the order in which they are begun:
+        a second communicator of nccl beside it could deadlock.
+
         Args:
             group: The process group; by default the one of all ranks.
             timeout: As above.
         """
         _require_torch_distributed()
         given: Any = dist.group.WORLD if group is None else group
-        own = group
-        if dist.get_backend(group) != "gloo":
-            usual = timeout is None or timeout_problem(timeout)  # a wrong one is told to all ranks
-            seconds = group_timeout(given) if usual else float(timeout or 0)
-            own = dist.new_group(
-                dist.get_process_group_ranks(given),
-                timedelta(seconds=seconds),
-                dist.get_backend(group),
-                use_local_synchronization=True,
-            )
-        return cls(own, group_timeout(given) if timeout is None else timeout, companion=True)
+        return cls(group, group_timeout(given) if timeout is None else timeout, companion=True)
 
     def _connect(self, given: Any, name: str, mistake: str | None) -> None:
         """Set up the companion, together with all other ranks; they are told if an argument is wrong here."""

@@ -21,6 +21,7 @@ from ..feedback.momentum import MomentumStore
 from ..feedback.residuals import ResidualStore
 from ..kernels import backend
 from ..metrics.events import DENSE, SPARSE, ReductionEvent, Volume
+from ..utils.streams import streams_of
 from ..wire.codecs import find_values
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite
@@ -70,6 +71,8 @@ class BucketReducer:
     def dense_work(self, bucket: Bucket, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         """Memory for a dense result, the gradient's own if possible, and the residual to be sent with it."""
         residual = self.residuals.get(bucket, grad.device)  # of sparse steps, or of skipped ones
+        if residual is not None:
+            streams_of(residual).keep(residual)  # the side stream made it
         plain = residual is None and scale is None and not self.settings.momentum
         return grad if plain else _unscale(grad, scale), residual
 
@@ -187,8 +190,10 @@ class BucketReducer:
             return
         kept = member.kept = residual[entries]
         mean = member.mean = (work[entries] + kept).mul_(1.0 / self.meter.world)
-        if self.meter.world > 1:
-            self.meter.all_reduce_(mean, "always dense")
+        if self.meter.world > 1:  # in host memory: this thread must not use the communicator of nccl
+            here = mean.cpu()
+            self.meter.all_reduce_(here, "always dense")
+            mean = member.mean = here.to(mean.device)
         residual[entries] = 0.0
         work[entries] = torch.where(mean.isfinite(), 0.0, mean)
 

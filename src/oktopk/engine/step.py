@@ -94,6 +94,10 @@ class StepReducer:
         self.density = self.autotune.density(self.step)
         self._dense.warms_up = self.autotune.warms_up(self.step)
 
+    def is_resident(self, device: torch.device) -> bool:
+        """Whether sparse buckets on this device are reduced without the host."""
+        return DeviceReducer.wanted(self.settings, self.reducer.meter, device) is not None
+
     def skip_next(self, nonfinite: Iterable[str]) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
         self._report.add(nonfinite)
