@@ -156,7 +156,7 @@ def test_a_step_that_is_given_up_keeps_its_gradient() -> None:
 
 
 def test_a_whole_step_never_asks_the_host() -> None:
-    """Two fused buckets, some entries always dense, from the gradient to the committed mean: fake tensors raise."""
+    """Two fused buckets, some entries always dense, from gradient to mean: fake tensors raise."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
         with FakeTensorMode():
@@ -170,8 +170,9 @@ def test_a_whole_step_never_asks_the_host() -> None:
                 for place in range(2)
             ]
             handed = [
-                Handed(states[0], torch.empty(9050), None), Handed(states[1], torch.empty(9050, dtype=torch.half), 8.0)
-            ]  # fmt: skip
+                Handed(states[0], torch.empty(9050), None),
+                Handed(states[1], torch.empty(9050, dtype=torch.half), 8.0),
+            ]
             reducer.reduce(OverGroup(dist.group.WORLD), BucketGroup(tuple(states)), handed, 0.01, 0)
             reducer.finish(0)
     finally:

@@ -1,7 +1,7 @@
 """Streams of a device that does not exist, checked by torch's own sanitizer on the real code.
 
-A stream is a number, current in one thread; operations on tensors that are watched are reported to the sanitizer as
-kernels of that stream. What the host reads does not count as synchronisation: order must come from events.
+A stream is a number, current in one thread; operations on tensors that are watched are reported to the sanitizer
+as kernels of that stream. What the host reads does not count as synchronisation: order must come from events.
 """
 
 from __future__ import annotations

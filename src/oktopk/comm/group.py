@@ -145,8 +145,8 @@ class GroupCommunicator(Communicator):
     def exclusive(cls, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> GroupCommunicator:
         """The same ranks over separate connections; all ranks call it together.
 
-        Sums of device tensors go through the given group, from the thread and in the order in which they are begun:
-        a second communicator of nccl beside it could deadlock.
+        Sums of device tensors go through the given group, from the thread and in the order in which they are
+        begun: a second communicator of nccl beside it could deadlock.
 
         Args:
             group: The process group; by default the one of all ranks.

@@ -139,8 +139,8 @@ class AsyncReducer:
     def _in_worker(self) -> bool:
         """Whether the worker reduces the buckets of this step.
 
-        Averaging inside a host would block the caller. What never waits is done by the caller: its collectives then
-        are in the order of all others of the process group.
+        Averaging inside a host would block the caller. What never waits is done by the caller: its collectives
+        then are in the order of all others of the process group.
         """
         return (self._steps.density is not None and not self._resident) or self._steps.local is not None
 

@@ -89,7 +89,7 @@ class BucketReducer:
         acc = Accumulator([member.work for member in members], [member.residual for member in members])
         comm = SparseCommunicator(
             self.meter, group.size, step=step, bucket=group.index, values=find_values(self.settings.values),
-            device=acc.device, stopwatch=recorder.watch, blocked_before=self.blocked,
+            stopwatch=recorder.watch, blocked_before=self.blocked,
         )  # fmt: skip
         k = target_count(group.compressible, density)
         with self._prepared(members):
@@ -248,7 +248,7 @@ class BucketReducer:
         """The norm of a residual, now or when it was last measured; 0 if there is none."""
         if residual is None:
             return 0.0
-        if state.bucket.size <= _SMALL or step % _NORM_EVERY == 0:
+        if (state.bucket.size <= _SMALL and residual.is_cpu) or step % _NORM_EVERY == 0:
             state.residual_norm = float(torch.linalg.vector_norm(residual))
         return state.residual_norm
 
@@ -265,8 +265,18 @@ class BucketReducer:
 
 
 def _idle_places(bucket: Bucket, grad: Tensor) -> list[slice]:
-    """Where the parameters lie whose gradient is all zeros. Few start with a zero, so few are looked at whole."""
-    first = grad.index_select(0, bucket.starts.to(grad.device))
+    """Where the parameters lie whose gradient is all zeros. Few start with a zero, so few are looked at whole.
+
+    On a device all are looked at, for one answer.
+    """
+    if not grad.is_cpu:
+        norms = torch._foreach_norm([grad[place] for place in bucket.filled], math.inf)
+        return [
+            place
+            for place, norm in zip(bucket.filled, torch.stack(list(norms)).tolist(), strict=True)
+            if norm == 0
+        ]
+    first = grad.index_select(0, bucket.starts)
     if first.all():
         return []
     suspects = [bucket.filled[index] for index in (first == 0).nonzero().flatten().tolist()]

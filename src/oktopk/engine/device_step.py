@@ -5,8 +5,8 @@
                        the device by one flag; a few numbers start their way to the host
     read()             those numbers: of this step on a CPU, of the step before on a GPU, which has them ready
 
-So on a GPU the host learns one step later that a step was skipped. The gradients of that step are zeros (NaNs with a
-GradScaler, which then skips the step itself).
+So on a GPU the host learns one step later that a step was skipped. The gradients of that step are zeros, or NaNs
+with a GradScaler, which then skips the step itself.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..feedback.residuals import ResidualStore
 from ..kernels.values import ValueCode
 from ..metrics.events import SPARSE, ReductionEvent, Volume
 from ..metrics.traffic import Operation
+from ..utils.streams import Mark, streams_of
 from ..wire.codecs import find_values
 from .bucket_state import BucketGroup, BucketResult, Handed
 from .recorder import ReductionRecorder
@@ -96,7 +97,7 @@ class DeviceReducer:
         assert isinstance(code, ValueCode)
         self._code = code
         self._groups: list[_Pending] = []
-        self._told: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._told: tuple[int, Tensor, Mark] | None = None
         """The step, its numbers in host memory, and when they are there."""
         self.last: Figures | None = None
         self._sizes: dict[tuple[Bucket, torch.device], Tensor] = {}
@@ -184,13 +185,16 @@ class DeviceReducer:
         bad, lost = flags.any(), flags.cumsum(0) > 0
         for place, group in enumerate(groups):
             self._commit(group, bad, lost[place])
-        told = torch.stack([
-            bad.double(), torch.stack([group.result.differs for group in groups]).any().double(),
-            sum((group.result.local_count for group in groups), start=bad.new_zeros((), dtype=torch.int64)).double(),
-            sum((group.result.won.sum() for group in groups), start=bad.new_zeros((), dtype=torch.int64)).double(),
-            torch.stack([torch.linalg.vector_norm(r) for group in groups for r in group.residuals]).norm().double(),
-        ])  # fmt: skip
-        self._tell(step, told)
+        results = [group.result for group in groups]
+        norms = torch.stack([torch.linalg.vector_norm(r) for group in groups for r in group.residuals])
+        told = [
+            bad,
+            torch.stack([result.differs for result in results]).any(),
+            torch.stack([result.local_count for result in results]).sum(),
+            torch.stack([result.won.sum() for result in results]).sum(),
+            torch.linalg.vector_norm(norms),
+        ]
+        self._tell(step, torch.stack([number.double() for number in told]))
 
     def _commit(self, group: _Pending, bad: Tensor, lost: Tensor) -> None:
         """Commit a group, unless the step is `bad`: then its gradient stays in the residual, or is `lost`.
@@ -229,9 +233,7 @@ class DeviceReducer:
         if told.is_cuda:
             room = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
             room.copy_(told, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._told = step, room, event
+            self._told = step, room, streams_of(told).record()
         else:
             self._told = step, told, None
 
@@ -248,7 +250,7 @@ class DeviceReducer:
         return found
 
     def read(self) -> Figures | None:
-        """The figures of the last step that has told them; None if there is none. Raises what they say is wrong."""
+        """The figures of the last step that has told them, if any. Raises what they say is wrong."""
         if self._told is None:
             return None
         (step, told, event), self._told = self._told, None
@@ -258,8 +260,8 @@ class DeviceReducer:
         self.last = Figures(step, bool(bad), bool(differs), int(local), int(found), norm)
         if self.last.differs:
             raise WireError(
-                f"oktopk-static, by step {step}: ranks differ in the result of a step, or got a message of another "
-                "one. Restart from the last checkpoint"
+                f"oktopk-static, by step {step}: ranks differ in the result of a step, or got a message of "
+                "another one. Restart from the last checkpoint"
             )
         return self.last
 

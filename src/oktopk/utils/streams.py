@@ -3,9 +3,9 @@
     caller     fill bucket ── record ─┐                          ┌─ join ── optimizer reads
     worker                            └─ follow ── reduce ── … ──┘ record
 
-The worker has a stream of its own, so that its kernels run beside those of backward. A tensor that was made on one
-stream and is used on another one is `kept` there: the allocator must not give its memory away before that stream is
-done with it.
+The worker has a stream of its own, so that its kernels run beside those of backward. A tensor that was made on
+one stream and is used on another one is `kept` there: the allocator must not give its memory away before that
+stream is done with it.
 """
 
 from __future__ import annotations
