@@ -83,13 +83,11 @@ class CheckedStreams:
         with self._lock:
             self.kernels.add(self.current)
             found = self._handler._handle_kernel_launch(
-                self.current, seen.dataptrs_read - seen.dataptrs_written, seen.dataptrs_written, seen.outputs, name,
-                seen.tensor_aliases,
+                self.current, seen.dataptrs_read - seen.dataptrs_written, seen.dataptrs_written, seen.outputs,
+                name, seen.tensor_aliases,
             )  # fmt: skip
-            self.errors += [
-                f"{name} on stream {self.current} beside {e.previous_access.operator} on {e.previous_access.stream}"
-                for e in found
-            ]
+            for before in (error.previous_access for error in found):
+                self.errors.append(f"{name} on {self.current} beside {before.operator} on {before.stream}")
 
 
 class _Watched(ArgumentHandler):

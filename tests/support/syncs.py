@@ -1,7 +1,6 @@
 """Where the host would wait for a GPU: counted on CPU tensors that pass for those of a GPU, by file and line.
 
-Every read of a value and every copy between host and device is a wait. Transports are left out: their tensors are in
-host memory in any case.
+Every read of a value and every copy between host and device is a wait.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _HOST = (
     "metrics/",
     "kernels/cuda/transfer.py",
 )
-"""Code whose tensors are in host memory on a machine with a GPU, too: sparse vectors, and all that is made of them."""
+"""Code whose tensors are in host memory on a machine with a GPU, too: sparse vectors and messages."""
 
 
 def _where() -> str:
