@@ -224,6 +224,7 @@ class GroupCommunicator(Communicator):
         known = isinstance(error, (OkTopkError, OSError))  # of others, ranks need to see where they come from
         text = str(error) if known else "".join(traceback.format_exception(error)).strip()
         self._board.post_failure(f"rank {self.rank} failed: {text}")
+        self._sums.abort_device()
         self.close()
 
     def interrupt(self) -> None:

@@ -63,7 +63,7 @@ def _floats(parts: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def waits() -> dict[str, Any]:
-    """Where a step in static shapes makes the host wait, by torch's own account; without a GPU, by fake tensors."""
+    """Where a step in static shapes makes the host wait, by torch; without a GPU, by fake tensors."""
     plan = StaticPlan(SIZE, 500, 0, 1, ValueCode.FP16)
     if not torch.cuda.is_available():
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -179,13 +179,13 @@ class _Group:
 
     def __enter__(self) -> None:
         store = os.environ["OKTOPK_DOCTOR_STORE"]
-        dist.init_process_Group(
+        dist.init_process_group(
             self.backend, init_method=f"file://{store}", rank=self.rank, world_size=self.world,
             timeout=timedelta(seconds=60),
         )  # fmt: skip
 
     def __exit__(self, *exception: object) -> None:
-        dist.destroy_process_Group()
+        dist.destroy_process_group()
 
 
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
