@@ -62,7 +62,7 @@ def _where() -> str:
 def _on_host(place: str) -> bool:
     """Whether a call touches host memory only: numbers that the device has told a step ago are there already."""
     path, function = place.split()
-    told = path.startswith("engine/device_step.py") and function == "read"
+    told = path.startswith("engine/device/reducer.py") and function == "read"
     return told or (path.startswith(_HOST) and not path.startswith("kernels/cuda/"))
 
 

@@ -17,7 +17,7 @@ from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
 from .dense_allreduce import DenseAllReduce
-from .device_step import DeviceReducer, Figures
+from .device.reducer import DeviceReducer, Figures
 from .hierarchy.local_group import LocalGroup
 from .nonfinite import NonFiniteReport, report_skipped
 from .recorder import add_traffic

@@ -19,22 +19,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..algorithms.oktopk_static import OkTopkStatic, StaticPlan, StaticResult, static_step
-from ..algorithms.selection import target_count
-from ..comm import Metered
-from ..comm.fixed import FixedCollectives
-from ..errors import WireError
-from ..feedback.accumulator import narrow
-from ..feedback.buckets import Bucket
-from ..feedback.residuals import ResidualStore
-from ..kernels.values import ValueCode
-from ..metrics.events import SPARSE, ReductionEvent, Volume
-from ..metrics.traffic import Operation
-from ..utils.streams import Mark, streams_of
-from ..wire.codecs import find_values
-from .bucket_state import BucketGroup, BucketResult, Handed
-from .recorder import ReductionRecorder
-from .settings import Settings
+from ...algorithms.oktopk_static import OkTopkStatic, StaticPlan, StaticResult, static_step
+from ...algorithms.selection import target_count
+from ...comm import Metered
+from ...comm.fixed import FixedCollectives
+from ...errors import WireError
+from ...feedback.accumulator import narrow
+from ...feedback.buckets import Bucket
+from ...feedback.residuals import ResidualStore
+from ...kernels.values import ValueCode
+from ...metrics.events import SPARSE, ReductionEvent, Volume
+from ...metrics.traffic import Operation
+from ...utils.streams import Mark, streams_of
+from ...wire.codecs import find_values
+from ..bucket_state import BucketGroup, BucketResult, Handed
+from ..recorder import ReductionRecorder
+from ..settings import Settings
 
 
 class Figures(NamedTuple):

@@ -18,7 +18,7 @@ from oktopk.algorithms import OkTopkStatic
 from oktopk.comm import Metered, alone
 from oktopk.comm.fixed import OverGroup, OverMessages
 from oktopk.engine.bucket_state import BucketGroup, BucketState, Handed
-from oktopk.engine.device_step import DeviceReducer, Figures
+from oktopk.engine.device.reducer import DeviceReducer, Figures
 from oktopk.engine.settings import Settings
 from oktopk.errors import WireError
 from oktopk.feedback.buckets import Bucket
