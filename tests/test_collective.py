@@ -139,7 +139,8 @@ def test_gradients_are_not_followed() -> None:
 def test_public_names() -> None:
     for name in oktopk.__all__:
         assert hasattr(oktopk, name)
-    assert list(oktopk.ALGORITHMS) == ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk"]
+    ours = ["dense", "topka", "topkdsa", "gtopk", "gaussiank", "oktopk", "oktopk-static"]
+    assert list(oktopk.ALGORITHMS) == ours
 
 
 def test_a_bad_world_is_refused() -> None:

@@ -202,7 +202,7 @@ def _sparse_allreduce(
     acc = Accumulator([work], [] if residual is None else [residual.view(-1)])
     k = target_count(acc.size, density)
     channel = SparseCommunicator(
-        meter, acc.size, step=step, values=find_values(values), raw_indices=indices == "raw", device=acc.device
+        meter, acc.size, step=step, values=find_values(values), raw_indices=indices == "raw"
     )
 
     def confirm(reduction: Reduction) -> None:

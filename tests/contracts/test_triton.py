@@ -153,26 +153,39 @@ def test_every_algorithm_comes_to_the_same(monkeypatch: pytest.MonkeyPatch, algo
 # --- code for GPUs -------------------------------------------------------------------------------------------
 
 COMPILE = """
+import re, subprocess, sys, tempfile
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from oktopk.kernels import cuda
-from oktopk.kernels.cuda import kernels as cuda_kernels
+from oktopk.kernels.cuda import kernels as cuda_kernels, slot_kernels
+from oktopk.kernels.slots import COARSE, COARSE_BITS, FINE, FINE_BITS
 
-FLOATS = {name: "*fp32" for name in ("x", "grad", "values", "out_values", "out", "sums")}
+ARCH = int(sys.argv[1])
+FLOATS = {name: "*fp32" for name in ("x", "grad", "values", "out_values", "out", "sums", "rows")}
 COUNTS = {"tallies": "*i32", "ends": "*i64", "touched": "*i8"}
+SLOTS = {name: "*i32" for name in ("only", "counts", "low", "top", "quota", "ends", "places")}
 
-def build(kernel, integer, marks=False, **fixed):
-    types = {**FLOATS, **COUNTS, "threshold": "fp32", "higher": "fp32"}
+def build(kernel, integer, marks=False, more={}, **fixed):
+    types = {**FLOATS, **COUNTS, "threshold": "fp32", "higher": "fp32", **more}
     types.update(indices="*" + integer, out_indices="*" + integer)
     if marks:
         types.update(x="*i8", grad="*i8")
     fixed["BLOCK"] = cuda.BLOCK
     signature = {name: "constexpr" if name in fixed else types.get(name, integer) for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
-    built = triton.compile(ASTSource(kernel, signature, constexprs=fixed), target=GPUTarget("cuda", 80, 32))
-    assert built.asm["cubin"]
+    built = triton.compile(ASTSource(kernel, signature, constexprs=fixed), target=GPUTarget("cuda", ARCH, 32))
     assert ".ftz" not in built.asm["ptx"], "subnormal numbers would be lost"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(built.asm["cubin"])
+        cubin.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(name + r":(\\d+)", shown)[1]) for name in ("REG", "STACK", "LOCAL"))
+    assert registers <= 128, (kernel, registers)  # four blocks of 128 threads on a multiprocessor, at least
+    assert stack == local == 0, (kernel, "spills registers", stack, local)
+    print(kernel.fn.__name__, "sm_%d" % ARCH, registers, built.metadata.shared)
 
 for integer in ("i32", "i64"):
     for add, keep, nan in ((False, False, True), (False, False, False), (True, False, True), (True, True, True)):
@@ -182,13 +195,21 @@ for integer in ("i32", "i64"):
         build(cuda_kernels.compact, integer, marks, LISTED=listed, NAN_TOO=nan)
     build(cuda_kernels.scatter_add, integer)
     build(cuda_kernels.add_to_region, integer)
+build(slot_kernels.count_bins, "i32", more=SLOTS, OUTER=0, SHIFT=COARSE_BITS, BINS=COARSE, TURNS=16)
+build(slot_kernels.count_bins, "i32", more=SLOTS, OUTER=COARSE_BITS, SHIFT=FINE_BITS, BINS=FINE, TURNS=16)
+build(slot_kernels.tally_cut, "i32", more=SLOTS)
+build(slot_kernels.write_cut, "i32", more=SLOTS)
 """
 
 
 @pytest.mark.processes
-def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """To machine code, which needs no GPU: the interpreter lets types pass that the compiler refuses."""
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path, architecture: int) -> None:
+    """To machine code, which needs no GPU: the interpreter lets types pass that the compiler refuses.
+
+    None of it spills registers, and none takes so many that few blocks fit on a multiprocessor.
+    """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "error", "-c", COMPILE]
+    command = [sys.executable, "-W", "error", "-c", COMPILE, str(architecture)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

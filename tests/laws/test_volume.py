@@ -7,6 +7,7 @@
     gtopk       4k log P at the root         2 ceil(log2 P) at the root
     gaussiank   2k(P-1), k within a third    ceil(log2 P)
     oktopk      <= 6k(P-1)/P                 P-1 + ceil(log2 P), P-1 more to balance
+    (oktopk-static: tests/algorithms/test_oktopk_static.py)
 
 Raw indices make an entry two words of four bytes; headers come on top and are subtracted.
 """

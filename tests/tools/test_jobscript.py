@@ -120,13 +120,13 @@ def test_nothing_in_a_value_is_carried_out(value: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheduler", LAUNCHERS)
-def test_all_six_algorithms(scheduler: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_algorithms(scheduler: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "jobs"
     printed = script(capsys, "--scheduler", scheduler, "--compressor", "all", "--out", folder)
     files = [folder / f"{name}.{scheduler}.sh" for name in ALGORITHMS]
     assert [Path(line) for line in printed.splitlines()] == files
     assert sorted(folder.iterdir()) == sorted(files)
-    assert len(files) == 6
+    assert len(files) == 7
     for name, path in zip(ALGORITHMS, files, strict=True):
         assert os.access(path, os.X_OK)
         options = train_options(submitted(path.read_text(), tmp_path))

@@ -6,7 +6,7 @@ Plug-ins add to it by an entry point of the group `oktopk.algorithms`, or by ass
 Example:
     >>> import oktopk
     >>> list(oktopk.ALGORITHMS)
-    ['dense', 'topka', 'topkdsa', 'gtopk', 'gaussiank', 'oktopk']
+    ['dense', 'topka', 'topkdsa', 'gtopk', 'gaussiank', 'oktopk', 'oktopk-static']
     >>> oktopk.ALGORITHMS["oktopk"](tau=32)
     OkTopk(tau=32, tau_prime=32, imbalance=2.0)
 """
@@ -22,6 +22,7 @@ from .dense import Dense
 from .gaussiank import Gaussiank
 from .gtopk import GTopk
 from .oktopk import OkTopk
+from .oktopk_static import OkTopkStatic
 from .selection import Chosen, select_exact
 from .topka import TopkA, gather_all
 from .topkdsa import TopkDSA
@@ -46,6 +47,7 @@ ALGORITHMS: Registry[type[Algorithm]] = Registry(
         "gtopk": GTopk,
         "gaussiank": Gaussiank,
         "oktopk": OkTopk,
+        "oktopk-static": OkTopkStatic,
     },
 )
 """Every algorithm by name."""
@@ -64,6 +66,7 @@ __all__ = [
     "GTopk",
     "Gaussiank",
     "OkTopk",
+    "OkTopkStatic",
     "Reduction",
     "TopkA",
     "TopkDSA",

@@ -58,6 +58,7 @@ class Algorithm(ABC):
     Attributes:
         name: The name in oktopk.ALGORITHMS.
         band: The number of entries a rank selects stays within these multiples of k.
+        takes_plugins: Whether it can send values by the codec of a plug-in.
 
     Example:
         Select by magnitude, without communication:
@@ -77,6 +78,7 @@ class Algorithm(ABC):
 
     name: ClassVar[str]
     band: ClassVar[tuple[float, float]] = (3 / 4, 5 / 4)
+    takes_plugins: ClassVar[bool] = True
 
     @abstractmethod
     def reduce(self, comm: SparseCommunicator, acc: Accumulator, k: int, state: Any) -> Reduction:

@@ -27,9 +27,7 @@ def compile_kernels(algorithm: Algorithm, values: str | ValueCodec) -> None:
         residuals: list[Any] = [torch.zeros(size) for size in _SIZES]
         for step in range(_STEPS):
             acc = Accumulator([torch.randn(size, generator=random) for size in _SIZES], residuals)
-            channel = SparseCommunicator(
-                Metered(comm), acc.size, step=step, values=find_values(values), device=acc.device
-            )
+            channel = SparseCommunicator(Metered(comm), acc.size, step=step, values=find_values(values))
             k = target_count(acc.size, _DENSITY)
             state = reduce_step(algorithm, channel, acc, k, state)[0].state
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..feedback.accumulator import Accumulator
-from ..kernels import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of
+from ..kernels import SLOPE_STEP, SMALLEST, Picked, backend, bin_edge, bin_of
 from ..wire.sparse_vector import SparseVector
 
 LOW, HIGH = 0.8, 1.25
@@ -73,7 +73,7 @@ def exact_top_k(acc: Accumulator, k: int, picked: Picked) -> Chosen:
     `picked` is the result of an earlier pass. If it contains the top k, no further pass is needed.
     """
     if not picked.finite:
-        return Chosen(SparseVector.empty(acc.size, acc.device), 0.0, finite=False)
+        return Chosen(SparseVector.empty(acc.size), 0.0, finite=False)
     if k == acc.size:
         return Chosen(acc.vector(acc.select(0.0, k)), 0.0, exact=True)
     if picked.complete and picked.count >= k:
@@ -89,7 +89,7 @@ def _select_with_ties(acc: Accumulator, k: int, threshold: float) -> SparseVecto
     next_up = torch.nextafter(torch.tensor(threshold), torch.tensor(math.inf)).item()
     larger = acc.select(next_up, k)
     ties = acc.first_equal(threshold, k - larger.count)
-    indices = torch.cat([larger.indices, ties]).sort().values
+    indices = torch.cat([larger.indices, ties]).sort().values.cpu()
     return SparseVector(indices, acc.at(indices), acc.size)
 
 
@@ -170,19 +170,21 @@ class TrackedSelection:
             picked = acc.select(low, picked.count)
         tracker = (tracker or Tracker(low, 0)).with_slope(picked.count, picked.above)
         if picked.finite and picked.complete and not due:
-            threshold = self._refine(acc, picked, low, k)
-            vector = acc.vector(picked).at_least(threshold)
+            found = acc.vector(picked)
+            threshold = self._refine(found, low, k)
+            vector = found.at_least(threshold)
             if in_band(len(vector), k):
                 return Chosen(vector, threshold), tracker.after(threshold, len(vector), exact=False)
         chosen = exact_top_k(acc, k, picked)
         return chosen, tracker.after(chosen.threshold, len(chosen.vector), exact=True)
 
     @staticmethod
-    def _refine(acc: Accumulator, picked: Picked, low: float, k: int) -> float:
+    def _refine(picked: SparseVector, low: float, k: int) -> float:
         """The bin edge, not below low, that keeps about k of the picked entries."""
         first = bin_of(low) + 1
-        best, count = nearest_edge(acc.kernels.magnitude_histogram(picked.values, first, 2 * BINS), k)
-        return low if abs(picked.count - k) <= abs(count - k) else bin_edge(first + best)
+        histogram = backend(picked.values).magnitude_histogram(picked.values, first, 2 * BINS)
+        best, count = nearest_edge(histogram, k)
+        return low if abs(len(picked) - k) <= abs(count - k) else bin_edge(first + best)
 
 
 def select_exact(acc: Accumulator, k: int, last: float | None) -> Chosen:

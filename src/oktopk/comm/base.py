@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from ..metrics.traffic import Operation
 from ..utils.timeouts import Deadline
 from .messages import join_messages, packed_bytes, seal, sealed_bytes, split_messages, unseal
 from .transport import Pending, Transport
+
+if TYPE_CHECKING:
+    from .fixed import FixedCollectives
 
 _WINDOW = 8
 """How many pairs of an all-to-all are in flight at once: enough to keep the link busy while one is summed."""
@@ -56,6 +59,10 @@ class Communicator(Transport):
         deadline = Deadline(time.monotonic() + seconds)
         deadline.seconds = seconds
         return deadline
+
+    def device_collectives(self, device: torch.device) -> FixedCollectives | None:
+        """Collectives on tensors of a device that its backend does there; None if there are none."""
+        return None
 
     @final
     def send(self, message: Tensor, peer: int, phase: str, *, control: bool = False) -> None:
@@ -286,6 +293,9 @@ class Wrapped(Communicator):
 
     def global_rank(self, rank: int) -> int:
         return self.inner.global_rank(rank)
+
+    def device_collectives(self, device: torch.device) -> FixedCollectives | None:
+        return self.inner.device_collectives(device)
 
     def measure(self, operation: Operation) -> AbstractContextManager[None]:
         return self.inner.measure(operation)

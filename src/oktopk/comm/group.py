@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
@@ -23,6 +24,7 @@ from ..metrics.traffic import Operation
 from ..utils.timeouts import TIMEOUTS, seconds_until
 from .base import Communicator
 from .failure_board import FailureBoard
+from .fixed import OverGroup
 from .messages import Closed, LostRank, Messages, Transfer
 from .process_group.gloo_messages import GlooMessages
 from .process_group.limits import group_timeout, raise_file_limit, timeout_problem
@@ -125,6 +127,7 @@ class GroupCommunicator(Communicator):
         self._sums = GroupSums(given, given, self.rank, self.world)
         self._messages: Messages = GlooMessages(given)
         self._interrupted = False
+        self._collectives: dict[str, OverGroup] = {}
         name, ranks = str(given.group_name), tuple(dist.get_process_group_ranks(given))
         if companion is None:
             companion = "cpu:gloo" not in dist.get_backend_config(group)
@@ -142,23 +145,16 @@ class GroupCommunicator(Communicator):
     def exclusive(cls, group: dist.ProcessGroup | None = None, timeout: float | None = None) -> GroupCommunicator:
         """The same ranks over separate connections; all ranks call it together.
 
+        Sums of device tensors go through the given group, from the thread and in the order in which they are
+        begun: a second communicator of nccl beside it could deadlock.
+
         Args:
             group: The process group; by default the one of all ranks.
             timeout: As above.
         """
         _require_torch_distributed()
         given: Any = dist.group.WORLD if group is None else group
-        own = group
-        if dist.get_backend(group) != "gloo":
-            usual = timeout is None or timeout_problem(timeout)  # a wrong one is told to all ranks
-            seconds = group_timeout(given) if usual else float(timeout or 0)
-            own = dist.new_group(
-                dist.get_process_group_ranks(given),
-                timedelta(seconds=seconds),
-                dist.get_backend(group),
-                use_local_synchronization=True,
-            )
-        return cls(own, group_timeout(given) if timeout is None else timeout, companion=True)
+        return cls(group, group_timeout(given) if timeout is None else timeout, companion=True)
 
     def _connect(self, given: Any, name: str, mistake: str | None) -> None:
         """Set up the companion, together with all other ranks; they are told if an argument is wrong here."""
@@ -206,6 +202,15 @@ class GroupCommunicator(Communicator):
             begun = self._sums.begin(x, self.timeout)
         return _PendingSum(self, lambda: begun.wait(self.timeout, self._check_ranks), operation, deadline)
 
+    def device_collectives(self, device: torch.device) -> OverGroup:
+        """Those of the given group; of the companion for tensors in host memory."""
+        if device.type not in self._collectives:
+            group = self._sums.group_of(torch.empty(0, device=device))
+            self._collectives[device.type] = OverGroup(
+                group, lambda operation: self.explaining(operation, None, self._deadline())
+            )
+        return self._collectives[device.type]
+
     def _check_ranks(self) -> None:
         """Raise if some rank gave up: a rank that fails cannot close the connections of a group that was given."""
         if self._interrupted:
@@ -219,6 +224,7 @@ class GroupCommunicator(Communicator):
         known = isinstance(error, (OkTopkError, OSError))  # of others, ranks need to see where they come from
         text = str(error) if known else "".join(traceback.format_exception(error)).strip()
         self._board.post_failure(f"rank {self.rank} failed: {text}")
+        self._sums.abort_device()
         self.close()
 
     def interrupt(self) -> None:
@@ -228,6 +234,7 @@ class GroupCommunicator(Communicator):
         self.close()
 
     def close(self) -> None:
+        self._collectives = {}
         self._messages.close()
         self._sums.close()
 

@@ -18,6 +18,7 @@ from ..errors import NonFiniteError, add_step
 from ..feedback.buckets import Bucket
 from ..metrics.events import SPARSE, MetricsSink, StepEvent
 from ..metrics.sinks import as_sink
+from ..utils.streams import NONE, Mark, Streams, streams_of
 from .settings import GRADIENTS, Settings
 from .state_dict import read_state, save_state
 from .step import StepReducer
@@ -90,6 +91,13 @@ class AsyncReducer:
         self._first_handed: float | None = None
         """When the first bucket of the step under way was handed in."""
         self._last_handed = 0.0
+        self._scale_of_step: float | None = None
+        self._streams: Streams = NONE
+        """Those of the device of this step's gradients."""
+        self._done: list[Mark] = []
+        """The ends of what was put on the side stream in this step."""
+        self._resident = False
+        """Whether the step under way is reduced without the host."""
 
     # The step.
 
@@ -98,7 +106,10 @@ class AsyncReducer:
 
         `fill`, if given, is called first, in the thread that reduces the bucket, to write the gradient there.
         """
-        steps, scale = self._steps, self._scale()
+        steps = self._steps
+        if self._first_handed is None:
+            self._scale_of_step = self._scale()
+        scale = self._scale_of_step
 
         def reduce() -> None:
             if fill is not None:
@@ -111,13 +122,36 @@ class AsyncReducer:
                 if steps.last is None:
                     compile_once(self.settings, speaks=self.rank == 0)
                 steps.begin()
+                self._streams = streams_of(grad)
+                self._resident = steps.density is not None and steps.is_resident(grad.device)
             self._last_handed = time.perf_counter()
             if self._first_handed is None:
                 self._first_handed = self._last_handed
             if self._in_worker:
-                self._worker.submit(reduce)
+                self._worker.submit(self._beside(reduce, grad))
             else:
-                self._worker.here(reduce)
+                self._worker.here(self._beside(reduce, grad) if self._resident else reduce)
+
+    def _beside(self, job: Job, grad: Tensor | None = None) -> Job:
+        """The job on the side stream; after all that the caller's stream has to do so far, if it reads `grad`."""
+        streams, done = self._streams, self._done
+        ready = None if grad is None else streams.record()
+
+        def work() -> None:
+            with streams.aside():
+                if grad is not None:
+                    streams.follow(ready)
+                    streams.keep(grad)
+                job()
+                done.append(streams.record())
+
+        return work
+
+    def _join(self) -> None:
+        """Let the caller's stream wait for the side stream: whoever reads the results finds them written."""
+        if self._done:
+            self._streams.follow(self._done[-1])
+            self._done.clear()
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         """A block of which a part is worse than nothing: after a Ctrl-C inside it every call is an error."""
@@ -125,8 +159,12 @@ class AsyncReducer:
 
     @property
     def _in_worker(self) -> bool:
-        """Whether the worker reduces the buckets of this step: averaging inside a host would block the caller."""
-        return self._steps.density is not None or self._steps.local is not None
+        """Whether the worker reduces the buckets of this step.
+
+        Averaging inside a host would block the caller. What never waits is done by the caller: its collectives
+        then are in the order of all others of the process group.
+        """
+        return (self._steps.density is not None and not self._resident) or self._steps.local is not None
 
     def finish(self) -> StepEvent:
         """Wait until all buckets are reduced; then either all results are in place, or the step is skipped."""
@@ -151,10 +189,11 @@ class AsyncReducer:
         with self.uninterrupted():
             self._first_handed = None
             if self._in_worker:
-                self._worker.submit(job)
+                self._worker.submit(self._beside(job))
                 self._worker.wait()
             else:
-                self._worker.here(job)
+                self._worker.here(self._beside(job) if self._resident else job)
+            self._join()
 
     def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the step whose buckets are submitted next; they are not exchanged.

@@ -21,6 +21,7 @@ from ..feedback.momentum import MomentumStore
 from ..feedback.residuals import ResidualStore
 from ..kernels import backend
 from ..metrics.events import DENSE, SPARSE, ReductionEvent, Volume
+from ..utils.streams import streams_of
 from ..wire.codecs import find_values
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import all_finite
@@ -75,6 +76,8 @@ class BucketReducer:
     def dense_work(self, bucket: Bucket, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
         """Memory for a dense result, the gradient's own if possible, and the residual to be sent with it."""
         residual = self.residuals.get(bucket, grad.device)  # of sparse steps, or of skipped ones
+        if residual is not None:
+            streams_of(residual).keep(residual)  # the side stream made it
         plain = residual is None and scale is None and not self.settings.momentum
         return grad if plain else _unscale(grad, scale), residual
 
@@ -91,7 +94,7 @@ class BucketReducer:
         acc = Accumulator([member.work for member in members], [member.residual for member in members])
         comm = SparseCommunicator(
             self.meter, group.size, step=step, bucket=group.index, values=find_values(self.settings.values),
-            device=acc.device, stopwatch=recorder.watch, blocked_before=self.blocked,
+            stopwatch=recorder.watch, blocked_before=self.blocked,
         )  # fmt: skip
         k = target_count(group.compressible, density)
         with self._prepared(members):
@@ -192,8 +195,10 @@ class BucketReducer:
             return
         kept = member.kept = residual[entries]
         mean = member.mean = (work[entries] + kept).mul_(1.0 / self.meter.world)
-        if self.meter.world > 1:
-            self.meter.all_reduce_(mean, "always dense")
+        if self.meter.world > 1:  # in host memory: this thread must not use the communicator of nccl
+            here = mean.cpu()
+            self.meter.all_reduce_(here, "always dense")
+            mean = member.mean = here.to(mean.device)
         residual[entries] = 0.0
         work[entries] = torch.where(mean.isfinite(), 0.0, mean)
 
@@ -249,7 +254,7 @@ class BucketReducer:
         """The norm of a residual, now or when it was last measured; 0 if there is none."""
         if residual is None:
             return 0.0
-        if state.bucket.size <= _SMALL or step % _NORM_EVERY == 0:
+        if (state.bucket.size <= _SMALL and residual.is_cpu) or step % _NORM_EVERY == 0:
             state.residual_norm = float(torch.linalg.vector_norm(residual))
         return state.residual_norm
 
@@ -266,8 +271,18 @@ class BucketReducer:
 
 
 def _idle_places(bucket: Bucket, grad: Tensor) -> list[slice]:
-    """Where the parameters lie whose gradient is all zeros. Few start with a zero, so few are looked at whole."""
-    first = grad.index_select(0, bucket.starts.to(grad.device))
+    """Where the parameters lie whose gradient is all zeros. Few start with a zero, so few are looked at whole.
+
+    On a device all are looked at, for one answer.
+    """
+    if not grad.is_cpu:
+        norms = torch._foreach_norm([grad[place] for place in bucket.filled], math.inf)
+        return [
+            place
+            for place, norm in zip(bucket.filled, torch.stack(list(norms)).tolist(), strict=True)
+            if norm == 0
+        ]
+    first = grad.index_select(0, bucket.starts)
     if first.all():
         return []
     suspects = [bucket.filled[index] for index in (first == 0).nonzero().flatten().tolist()]

@@ -62,6 +62,13 @@ class _Prepared(NamedTuple):
                 self.acc.rollback()
 
 
+class _Waited:
+    """A sum that was waited for."""
+
+    def wait(self) -> None:
+        pass
+
+
 class DenseAllReduce:
     """Averages buckets in the order they are begun, the same on all ranks."""
 
@@ -69,6 +76,8 @@ class DenseAllReduce:
         self._reducer = reducer
         self.under_way: deque[tuple[_Prepared, PendingSum, float]] = deque()
         """Buckets, their sums, and when those were begun."""
+        self._finite: deque[bool] = deque()
+        """Whether sums on a device are finite, as far as the host has asked: once per step."""
         self._free = 0.0
         """When the last sum was finished: the time of the next one counts from there."""
         self._dropping = False
@@ -111,14 +120,17 @@ class DenseAllReduce:
 
     def finish_next(self, report: NonFiniteReport, step: int) -> tuple[list[BucketResult], ReductionEvent]:
         """Wait for the next sum that is under way. Sums behind one that is not finite do not count."""
+        if not self.under_way[0][0].mean.is_cpu and not self._finite:
+            self._read_device()
         bucket, pending, posted = self.under_way[0]
         pending.wait()  # if that fails, the sum is still under way: cancel() rolls it back
         done = time.perf_counter()
         self.under_way.popleft()
-        if bucket.summed is not bucket.mean:
+        if bucket.summed is not bucket.mean and bucket.mean.is_cpu:
             bucket.mean.copy_(bucket.summed)
+        finite = bucket.sum_is_finite() if bucket.mean.is_cpu else self._finite.popleft()
         with bucket.aside:
-            if not self._dropping and not bucket.sum_is_finite():
+            if not self._dropping and not finite:
                 self._dropping = True
                 if bucket.nonfinite is not None:
                     report.add(bucket.nonfinite)
@@ -132,6 +144,18 @@ class DenseAllReduce:
         result = self._result(bucket, self._dropping)
         self._dropping = self._dropping and bool(self.under_way)
         return [result], self._record(bucket, posted, done, step)
+
+    def _read_device(self) -> None:
+        """Let the stream wait for all sums on the next one's device, and the host ask once if they are finite."""
+        device, flags = self.under_way[0][0].mean.device, []
+        for place, (bucket, pending, posted) in enumerate(self.under_way):
+            if bucket.mean.device == device:
+                pending.wait()
+                self.under_way[place] = bucket, _Waited(), posted
+                if bucket.summed is not bucket.mean:
+                    bucket.mean.copy_(bucket.summed)
+                flags.append(bucket.mean.isfinite().all())
+        self._finite.extend(torch.stack(flags).tolist())
 
     def _result(self, bucket: _Prepared, lost: bool) -> BucketResult:
         # Only float32 is summed alike with a residual and without one, so that ranks need not agree on `emptied`.
@@ -165,6 +189,7 @@ class DenseAllReduce:
     def cancel(self) -> None:
         """Roll back without waiting: the other ranks will not answer any more."""
         self._dropping = False
+        self._finite.clear()
         while self.under_way:
             self.under_way.popleft()[0].cancel()
 
@@ -173,11 +198,12 @@ def _divide(mean: Tensor, world: int, state: BucketState) -> tuple[list[str] | N
     """Divide by the number of ranks before the sum, as DDP does, for the same bits; mark non-finite vectors.
 
     Returns _Prepared.nonfinite, and the largest magnitude, or NaN. Other types than float32 are not marked: their
-    sums may overflow all the same.
+    sums may overflow all the same. Nor are those of a device, where the host would have to wait: its sums are
+    inspected, all at once.
     """
-    if mean.dtype != torch.float32 or not mean.numel():
+    if mean.dtype != torch.float32 or not mean.numel() or not mean.is_cpu:
         mean.mul_(1.0 / world)
-        return None, 0.0
+        return None, math.inf
     largest = backend(mean).scale_(mean, 1.0 / world)
     if largest <= _LARGEST / world:
         return [], largest

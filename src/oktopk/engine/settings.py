@@ -123,7 +123,10 @@ class Settings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", check_density(self.density))
         self._check_counts()
-        find_values(self.values)
+        if isinstance(find_values(self.values), ValueCodec) and not self.algorithm.takes_plugins:
+            raise ValueError(
+                f"values: {self.algorithm.name} writes fp32, fp16, bf16 or e4m3, not those of a plug-in"
+            )
         if self.warmup_values not in WARMUP_VALUES:
             raise ValueError(
                 f"unknown warmup_values {self.warmup_values!r}: choose one of {', '.join(WARMUP_VALUES)}"

@@ -217,7 +217,7 @@ def redistribute_residuals(states: Iterable[Mapping[str, Any]], rank: int, world
                     total = sums[memory].setdefault(name, torch.zeros(part.shape, dtype=torch.float64))
                     if total.shape != part.shape:
                         raise ValueError(f"the states are not of one run: other shapes of the {memory} of {name}")
-                    total += part
+                    total += part.cpu()  # a state that was saved on a GPU may be there
         seen.add(state["rank"])
     if first is None or len(seen) != first["world"] or max(seen) >= len(seen):
         expected = "all ranks" if first is None else f"all {first['world']} ranks"

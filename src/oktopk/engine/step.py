@@ -17,6 +17,7 @@ from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
 from .dense_allreduce import DenseAllReduce
+from .device.reducer import DeviceReducer, Figures
 from .hierarchy.local_group import LocalGroup
 from .nonfinite import NonFiniteReport, check_skipped, log_skipped
 from .recorder import add_traffic
@@ -55,6 +56,10 @@ class StepReducer:
         """The ranks of this host; None if every rank exchanges for itself."""
         exchanging = self.meter if self.local is None else self.local.leaders
         self.reducer = BucketReducer(settings, exchanging, unused_stay)
+        self._device: DeviceReducer | None = None
+        """Reduces groups without the host, if the algorithm and the ranks can."""
+        self._late_skips = 0
+        """Skipped steps in a row that the host learned of a step later."""
         self.autotune = Autotune(settings)
         self.voice = Voice(settings, self.autotune, self.meter.rank, self.meter.world)
         self._introduced: list[Sink] = []
@@ -100,6 +105,10 @@ class StepReducer:
         """Decide whether the next step is dense or sparse."""
         self.density = self.autotune.density(self.step)
         self._dense.warms_up = self.autotune.warms_up(self.step)
+
+    def is_resident(self, device: torch.device) -> bool:
+        """Whether sparse buckets on this device are reduced without the host."""
+        return DeviceReducer.wanted(self.settings, self.reducer.meter, device) is not None
 
     def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
@@ -150,6 +159,13 @@ class StepReducer:
             return
         assert self.density is not None
         group = self._group_of([handed.state for handed in waiting])
+        collectives = DeviceReducer.wanted(self.settings, self.reducer.meter, waiting[0].grad.device)
+        if collectives is not None:
+            self._device = self._device or DeviceReducer(
+                self.settings, self.reducer.meter, self.reducer.residuals, self.reducer.unused_stay
+            )
+            self._add(*self._device.reduce(collectives, group, waiting, self.density, self.step))
+            return
         confirm = self._post_digest if last else self._digests.append
         self._add(*self.reducer.reduce_sparse(group, waiting, self.density, self.step, self._report, confirm))
 
@@ -168,6 +184,8 @@ class StepReducer:
         self._finish_dense()
         self._reduce_group(last=True)
         self._confirm()
+        if self._device is not None:
+            self._finish_on_device(self._device)
         self._events.sort(key=lambda event: event.bucket)
         if self.local is not None and not self.local.leads:
             self._report.names, self._events = self.local.receive(self._results, self.autotune, self.step)
@@ -195,6 +213,26 @@ class StepReducer:
         self._keep_used()
         self._close(event)
         return event
+
+    def _finish_on_device(self, device: DeviceReducer) -> None:
+        """Commit the groups that are on the device, and read what it has told since."""
+        if (late := device.read()) is not None:
+            self._count_late(late)
+        if self._report.names is not None:  # by a bucket that was averaged densely
+            device.drop(keep=True)
+        elif device.nonfinite_here():
+            self._report.add(device.names())
+        device.finish(self.step)
+
+    def _count_late(self, late: Figures) -> None:
+        """Count a step that was skipped on the device, which the host did not know then."""
+        self._late_skips = self._late_skips + 1 if late.nonfinite else 0
+        if late.nonfinite and self.last is not None and not self.last.skipped:
+            self.skipped_steps += 1
+            event = replace(self.last, step=late.step, culprits=("a gradient of some rank",))
+            if self.meter.rank == 0:
+                log_skipped(event, None, routine=False)
+            check_skipped(event, self._late_skips, self.settings.max_skipped, None)
 
     def _keep_used(self) -> None:
         """Forget buckets that this step did not have, because their parameters were frozen."""
@@ -312,6 +350,8 @@ class StepReducer:
         self._roll_back()
 
     def _roll_back(self, overwritten: bool = False) -> None:
+        if self._device is not None:
+            self._device.drop(keep=not overwritten)
         while self._results:
             self.reducer.rollback(self._results.pop(), overwritten)
         for handed in self._waiting:

@@ -62,13 +62,14 @@ class Accumulator:
         return found[0] if len(found) == 1 else join_picked(found, self.edges, capacity)
 
     def vector(self, picked: Picked) -> SparseVector:
-        return SparseVector(picked.indices, picked.values, self.size)
+        """The selected entries in host memory, where messages are made and sums are taken."""
+        return SparseVector(*self.kernels.to_host(picked.indices, picked.values), self.size)
 
     def at(self, indices: Tensor) -> Tensor:
-        """The entries at increasing indices."""
-        asked = SparseVector(indices, torch.empty(indices.numel(), device=indices.device), self.size)
+        """The entries at increasing indices; both in host memory."""
+        asked = SparseVector(indices, torch.empty(indices.numel()), self.size)
         parts = zip(self.pieces(), self.split_by_piece(asked), strict=True)
-        return torch.cat([piece[part.indices.long()] for piece, part in parts])
+        return torch.cat([piece[part.indices.to(self.device).long()] for piece, part in parts]).cpu()
 
     def kth_magnitude(self, k: int) -> float:
         """The k-th largest magnitude.
@@ -119,11 +120,11 @@ class Accumulator:
         """Subtract from the residual what this rank has sent."""
         if self.residuals:
             for part in leaving:
-                self.kernels.scatter_add_pieces_(self.residuals, part.indices, part.values, -1.0)
+                self.kernels.scatter_add_pieces_(self.residuals, part.indices, part.values, -1.0, counted=False)
 
     def write_mean(self, parts: Iterable[SparseVector], world: int) -> int:
         """Write the sum of the parts, divided by `world`, to `works`. Returns the number of non-zeros."""
-        first, *rest = list(parts) or [SparseVector.empty(self.size, self.device)]
+        first, *rest = list(parts) or [SparseVector.empty(self.size)]
         exact = world & (world - 1) == 0  # multiplying by 1 / world then gives the same bits, and is faster
 
         def share(part: SparseVector) -> tuple[Tensor, Tensor, float]:

@@ -49,7 +49,7 @@ class MomentumStore(ResidualStore):
             return None
         kept = self.flat(bucket)
         kept.copy_(velocity)
-        left = leaving[0].indices.long() if leaving else torch.empty(0, dtype=torch.int64)
+        left = leaving[0].indices.to(kept.device).long() if leaving else torch.empty(0, dtype=torch.int64)
         masked = left, kept[left]
         kept[left] = 0.0
         return masked

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..utils.streams import streams_of
 from .buckets import Bucket
 
 
@@ -55,6 +56,7 @@ class ResidualStore:
                     f"what is kept of {name} has {known.numel()} entries, the parameter {place.stop - place.start}"
                 )
             if known is not None:
+                streams_of(known).keep(known)  # a checkpoint was loaded on another stream
                 flat[place].copy_(known)
             self._by_name[name] = flat[place]
         moved = set(bucket.names)
@@ -65,6 +67,8 @@ class ResidualStore:
         self._flat[bucket] = flat
 
     def state_dict(self) -> dict[str, Tensor]:
+        for part in self._by_name.values():
+            streams_of(part).keep(part)
         return {name: part.clone() for name, part in self._by_name.items()}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from . import coding, reference
+from . import coding, reference, slots
 from .types import SLOPE_STEP, SMALLEST, Picked, bin_edge, bin_of, index_dtype
 
 
@@ -25,6 +25,7 @@ class Backend(Protocol):
     def accumulate_select_pieces(
         self, residuals: Sequence[Tensor], grads: Sequence[Tensor], threshold: float, capacity: int
     ) -> Picked: ...
+    def to_host(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
     def select(self, x: Tensor, threshold: float, capacity: int) -> Picked: ...
     def first_equal(self, x: Tensor, magnitude: float, limit: int) -> Tensor: ...
     def kth_magnitude(self, x: Tensor, k: int) -> float: ...
@@ -35,7 +36,7 @@ class Backend(Protocol):
     def scatter_add_(self, out: Tensor, indices: Tensor, values: Tensor) -> int: ...
     def assign_(self, out: Tensor, indices: Tensor, values: Tensor) -> int: ...
     def scatter_add_pieces_(
-        self, pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = ...
+        self, pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = ..., counted: bool = ...
     ) -> int: ...
     def assign_pieces_(
         self, pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = ...
@@ -84,11 +85,37 @@ def backend(x: Tensor) -> Backend:
     return backend_for(x.device.type)
 
 
+class SlotKernels(Protocol):
+    """One implementation of the kernels of static shapes."""
+
+    def count_coarse(self, rows: Tensor) -> Tensor: ...
+    def count_fine(self, rows: Tensor, coarse_bin: Tensor) -> Tensor: ...
+    def compact(self, rows: Tensor, cut: slots.Cut, room: int) -> tuple[Tensor, Tensor]: ...
+
+
+@cache
+def slot_kernels_for(device_type: str) -> SlotKernels:
+    """The kernels of static shapes for a device type. Triton is imported on first use."""
+    if device_type == "cuda":
+        try:
+            from .cuda import slots as cuda_slots
+        except ImportError:  # no Triton: torch does the same in more passes
+            return slots
+        return cuda_slots
+    return slots
+
+
+def slot_kernels(x: Tensor) -> SlotKernels:
+    """The kernels of static shapes for the device of x; those of torch for fake tensors."""
+    return slot_kernels_for(x.device.type) if type(x) is Tensor else slots
+
+
 __all__ = [
     "SLOPE_STEP",
     "SMALLEST",
     "Backend",
     "Picked",
+    "SlotKernels",
     "backend",
     "backend_for",
     "bin_edge",
@@ -96,4 +123,6 @@ __all__ = [
     "index_dtype",
     "must_compile",
     "reference",
+    "slot_kernels",
+    "slot_kernels_for",
 ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .types import OUTSIDE, Picked, edges_of, index_dtype
 
+Array = np.ndarray[Any, np.dtype[Any]]
 Apply = Callable[[Tensor, Tensor, Tensor], int]
 """A kernel that writes (indices, values) into a tensor."""
 
@@ -41,8 +44,9 @@ def select_in_turn(
 
 
 def put_in_turn(
-    kernel: Apply, pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0
-) -> int:
+    kernel: Apply, pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0,
+    counted: bool = True,
+) -> int:  # fmt: skip
     """Run scatter_add_ or assign_ with factor * values on every piece. Returns the sum of the results."""
     scaled = values if factor == 1.0 else factor * values
     return sum(kernel(piece, local, part) for piece, local, part in split_by_piece(pieces, indices, scaled))
@@ -62,3 +66,10 @@ def split_by_piece(
         raise ValueError(OUTSIDE)
     for piece, edge, (start, stop) in zip(pieces, edges, pairwise(places), strict=False):
         yield piece, (indices[start:stop] - edge).to(index_dtype(piece.numel())), values[start:stop]
+
+
+def check_inside(indices: Array, edges: Sequence[int]) -> list[int]:
+    """Where the indices of each piece start and the last ones end; they must rise and lie inside."""
+    if indices.size and (indices[0] < 0 or indices[-1] >= edges[-1] or not (indices[1:] > indices[:-1]).all()):
+        raise ValueError(OUTSIDE)
+    return list(np.searchsorted(indices, edges).tolist())

@@ -54,6 +54,11 @@ def _nonzero(mask: Tensor) -> Tensor:
     return torch.nonzero(mask).flatten()
 
 
+def to_host(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """A sparse vector in host memory."""
+    return indices.cpu(), values.cpu()
+
+
 def first_equal(x: Tensor, magnitude: float, limit: int) -> Tensor:
     """Indices of the first `limit` entries whose magnitude is exactly `magnitude`."""
     found: list[Tensor] = []
@@ -117,20 +122,20 @@ def _check_inside(index: Tensor, size: int, *counts: Tensor) -> list[int]:
 
 def scatter_add_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     """Compute out[indices] += values for unique indices. Returns the growth of the number of non-zeros."""
-    index = indices.long()
+    index = indices.to(out.device).long()
     _check_inside(index, out.numel())
     before = out[index]
-    after = before + values
+    after = before + values.to(out.device)
     out[index] = after
     return int((after != 0).sum() - (before != 0).sum())
 
 
 def assign_(out: Tensor, indices: Tensor, values: Tensor) -> int:
     """Overwrite out with the sparse vector. Returns the number of non-zeros."""
-    index = indices.long()
-    (found,) = _check_inside(index, out.numel(), torch.count_nonzero(values))
+    index = indices.to(out.device).long()
+    (found,) = _check_inside(index, out.numel(), torch.count_nonzero(values).to(out.device))
     out.zero_()
-    out[index] = values
+    out[index] = values.to(out.device)
     return found
 
 

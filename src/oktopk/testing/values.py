@@ -33,8 +33,9 @@ def check_values(codec: str | ValueCodec, worlds: Iterable[int] = (2, 3)) -> Non
             _check_coding(found)
         except CodecError as error:
             raise AssertionError(str(error)) from error
+    theirs = isinstance(found, ValueCodec)
     for world in worlds:
-        for name in ALGORITHMS:
+        for name in (name for name, one in ALGORITHMS.items() if one.takes_plugins or not theirs):
             for gradient in (heavy_tailed(SIZE), all_in_one_region, tiny_and_huge):
                 assert_laws(run(world, gradient, 4, name, 0.05, values=codec))
 

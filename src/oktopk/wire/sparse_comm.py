@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
-import torch
 from torch import Tensor
 
 from ..comm import Communicator, Digest, Operation
@@ -64,14 +63,12 @@ class SparseCommunicator:
         bucket: int = 0,
         values: Values = ValueCode.FP32,
         raw_indices: bool = False,
-        device: torch.device | None = None,
         stopwatch: Stopwatch | None = None,
         blocked_before: float = 0.0,
     ) -> None:
         self.transport, self.size, self.step, self.bucket, self.values = comm, size, step, bucket, values
         self.raw_indices = raw_indices
         self._plugin = values if isinstance(values, ValueCodec) else None
-        self.device = None if device is None or device.type == "cpu" else device
         self.nonfinite = False
         self.stopwatch = stopwatch or Stopwatch()
         self._blocked_before = blocked_before
@@ -230,7 +227,7 @@ class SparseCommunicator:
         """The one way in for sparse vectors of other ranks: in order, in the region, of the announced length."""
         with self.stopwatch.stage("decode"):
             try:
-                decoded = decode(message, self._tag(phase, peer, region), self.device, self._plugin)
+                decoded = decode(message, self._tag(phase, peer, region), None, self._plugin)
                 count = len(decoded.vector)
                 if count > limit or (exact and count < limit):
                     who, bound = self.transport.global_rank(peer), "" if exact else "at most "

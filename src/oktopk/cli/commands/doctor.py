@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 4 -m oktopk doctor --dnn lstman4 --data-dir audio_data --nworkers 4
                                                                          what a job would use, before it starts
     mpirun -np 2 oktopk doctor                                           the same under MPI
+    oktopk doctor --gpu                                                  is the GPU path right and fast here?
 
 With --dnn or --params, the last check says whether compression pays here: the time of a step without
 communication, what dense and sparse averaging add to it, and B*, the rate of the links below which sparse is
@@ -30,6 +31,7 @@ from typing import Any
 from oktopk.errors import OkTopkError
 from oktopk.tools.doctor import (
     CHECKS,
+    GPU_CHECKS,
     PROBLEM,
     WARNING,
     Finding,
@@ -81,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="predict for links of this rate, like 100mbit (default: the rate that is measured)",
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="examine kernels, streams, host waits and two GPUs instead; without one, what a CPU can show",
+    )
     add_model_step(parser)
     group = parser.add_argument_group("options of oktopk train")
     add_option(group, "dnn", default="none; with --data-dir alone, lstman4")
@@ -91,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     logging.getLogger("oktopk").addHandler(logging.NullHandler())  # findings report what it warns about
+    if options.gpu:
+        return _examine_gpu(options.json)
     try:
         resolved, info = _resolve(options), detect_rank(os.environ)
         check_model_step(options, _has_model(resolved))
@@ -103,6 +112,17 @@ def run(options: argparse.Namespace) -> int:
         print_error("doctor", error)
         return 2 if isinstance(error, ConfigError) else 1
     return _examine(options, resolved, info)
+
+
+def _examine_gpu(as_json: bool) -> int:
+    world = World(())
+    try:
+        with raise_on_signal(signal.SIGTERM):
+            findings = run_checks(world, GPU_CHECKS)
+    except KeyboardInterrupt as error:
+        return interrupted_code(error)
+    print(json.dumps(_to_json(world, findings), indent=2) if as_json else _text(findings), flush=True)
+    return exit_code(findings)
 
 
 def _resolve(options: argparse.Namespace) -> ResolvedConfig:

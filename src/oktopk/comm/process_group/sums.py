@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,8 +33,8 @@ class Sum:
         """
         if self._x.is_cpu:
             self._poll(timeout, check)
-        else:  # nccl gives up when a wait times out: there is no second one
-            self._work.wait(timedelta(seconds=timeout))
+        else:  # the current stream waits, not the host; the watchdog of nccl ends a sum that takes too long
+            self._work.wait()
         if self._summed is not self._x:
             self._x.copy_(self._summed)
 
@@ -93,6 +94,18 @@ class GroupSums:
         if self._cpu is not self._given:
             self.abort()
         self._cpu = self._given = None
+
+    def abort_device(self) -> None:
+        """Abort the communicator of the given group's GPUs, if it has one: a sum under way would never end.
+
+        The other ranks learn of the failure by their messages, and do the same.
+        """
+        types = getattr(self._given, "_device_types", ())
+        if self._given is None or os.getpid() != self._process or torch.device("cuda") not in types:
+            return
+        backend = self._given._get_backend(torch.device("cuda"))
+        if hasattr(backend, "abort"):
+            backend.abort()
 
     def abort(self) -> None:
         """Close the connections for CPU tensors, which wakes every wait. A forked process leaves them alone."""

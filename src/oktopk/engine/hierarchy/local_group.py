@@ -190,8 +190,8 @@ def _entries(result: BucketResult) -> list[Tensor]:
     if result.nonzeros is not None:
         count = sum(part.numel() for part in result.nonzeros)
         if (8 + grad.itemsize) * count <= grad.nbytes:
-            indices = torch.cat([part.to(torch.int64) for part in result.nonzeros])
-            return [indices.cpu(), grad[indices.to(grad.device)].cpu()]
+            indices = torch.cat([part.to("cpu", torch.int64) for part in result.nonzeros])
+            return [indices, grad[indices.to(grad.device)].cpu()]
     return [grad.cpu()]
 
 

@@ -5,7 +5,7 @@ Every kernel releases the GIL and shares no state, so any number of Python threa
 
 from __future__ import annotations
 
-from ..reference import first_equal
+from ..reference import first_equal, to_host
 from .pieces import accumulate_select_pieces, assign_pieces_, scatter_add_pieces_
 from .selection import accumulate_select, select
 from .sparse import assign_, common, filter_at_least, scatter_add_, union_sum
@@ -26,5 +26,6 @@ __all__ = [
     "scatter_add_",
     "scatter_add_pieces_",
     "select",
+    "to_host",
     "union_sum",
 ]

@@ -89,8 +89,9 @@ def _put(pieces, edges, indices, values, factor, clear):
 
 
 def _put_all(
-    pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0, *, clear: bool
-) -> int:
+    pieces: Sequence[Tensor], indices: Tensor, values: Tensor, factor: float = 1.0, counted: bool = True, *,
+    clear: bool,
+) -> int:  # fmt: skip
     edges = edges_of(pieces)
     if values.dtype != torch.float32 or values.numel() != indices.numel():
         raise ValueError(f"{values.numel()} values of {values.dtype} for {indices.numel()} indices: need float32")

@@ -1,0 +1,1 @@
+"""Steps that never leave the device of the gradients."""
