@@ -13,6 +13,7 @@ from ..comm import Communicator, Digest, Metered, agree, post_digest
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
 from ..metrics.sinks import as_sink
+from ..metrics.traffic import merge
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
@@ -31,16 +32,20 @@ class StepReducer:
         finish()                wait for all of them; commit or roll back; metrics; autotune
 
     One thread calls it at a time. The ranks that exchange (`reducer.meter`) may be fewer than those that skip a
-    step and autotune together: a LocalGroup has one exchanging rank, and passes its outcome on to the others.
+    step and autotune together. A LocalGroup has one exchanging rank, and passes its outcome on to the others. Ranks
+    of a device mesh exchange with the replicas of their shard, and decide with the `whole` mesh.
     """
 
     def __init__(
         self, settings: Settings, comm: Communicator, sinks: Iterable[MetricsSink] = (), unused_stay: bool = False,
-        averages: str = GRADIENTS,
+        averages: str = GRADIENTS, whole: Communicator | None = None,
     ) -> None:  # fmt: skip
         self.settings, self.averages = settings, averages
         self._fusion_density = settings.fusion_density
         self.meter = Metered(comm)
+        self.whole = None if whole is None else Metered(whole)
+        self.everyone = self.whole or self.meter
+        """All ranks of the job."""
         self.sinks = [*map(as_sink, sinks)]
         self.step = 0
         self.skipped_steps = 0
@@ -54,15 +59,16 @@ class StepReducer:
         """The ranks of this host; None if every rank exchanges for itself."""
         exchanging = self.meter if self.local is None else self.local.leaders
         self.reducer = BucketReducer(settings, exchanging, unused_stay)
+        self.deciding = self.whole or exchanging
+        """The ranks that skip steps and autotune together."""
         self.autotune = Autotune(settings)
         self.density: float | None = None
         """Of the step under way; None if it is dense."""
         self.schedule: list[tuple[int, float | None]] = []
         """The densities of all steps so far, with the step from which on each was used."""
         self._dense = DenseAllReduce(self.reducer)
-        self._report = NonFiniteReport(
-            settings, f"rank {self.meter.rank}" if self.local is None else str(self.local)
-        )
+        here = self.everyone.global_rank(self.everyone.rank)
+        self._report = NonFiniteReport(settings, f"rank {here}" if self.local is None else str(self.local))
         self._handed = 0
         """Buckets of this step so far."""
         self._waiting: list[Handed] = []
@@ -92,7 +98,7 @@ class StepReducer:
     def skip_next(self, nonfinite: Iterable[str]) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
         self._report.add(nonfinite)
-        self._report.names = list(self._report.gather(self.meter))
+        self._report.names = list(self._report.gather(self.everyone))
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
@@ -156,15 +162,19 @@ class StepReducer:
         self._events.sort(key=lambda event: event.bucket)
         if self.local is not None and not self.local.leads:
             self._report.names, self._events = self.local.receive(self._results, self.autotune, self.step)
+        counts = self._agree_with_whole()
         skipped, culprits = self._report.names is not None, self._gather_names()
         for result in self._results:
             if skipped:
                 self.reducer.rollback(result)
             else:
                 self.reducer.commit(result)
-        self._tune(skipped, start, handed_over)
+        self._tune(counts and not skipped, start, handed_over)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
-            self._events[-1] = add_traffic(self._events[-1], self.reducer.meter.pop_traffic())
+            traffic = self.reducer.meter.pop_traffic()
+            if self.whole is not None:
+                traffic = merge([traffic, self.whole.pop_traffic()])
+            self._events[-1] = add_traffic(self._events[-1], traffic)
         events = [replace(event, skipped=True) for event in self._events] if skipped else self._events
         if self.local is not None:
             if self.local.leads:
@@ -203,24 +213,37 @@ class StepReducer:
                 digest.add(group.value)
             self._compare_digests = post_digest(self.reducer.meter, digest, "the results of the step")
 
+    def _agree_with_whole(self) -> bool:
+        """Lose the step if another shard has lost it; whether the step compresses anything on any rank.
+
+        Replicas know the same by now. The rest of the mesh is asked in one small round.
+        """
+        counts = any(result.handed.state.compressible for result in self._results)
+        if self.whole is None:
+            return counts
+        lost = self._report.names is not None
+        answers = self.whole.all_gather_ints([lost, counts], "shards")
+        if any(theirs for theirs, _ in answers) and not lost:
+            self._report.add(())
+        return any(theirs for _, theirs in answers)
+
     def _gather_names(self) -> tuple[str, ...]:
         """Where numbers were not finite, the same on all ranks; a leader has gathered it for its host."""
         if self._report.names is not None and self.exchanges:
-            return self._report.gather(self.reducer.meter)
+            return self._report.gather(self.deciding)
         return tuple(self._report.names or ())
 
-    def _tune(self, skipped: bool, start: float, handed_over: float) -> None:
-        """Record the times of the step; at the end of a trial all ranks that exchange decide together."""
+    def _tune(self, counts: bool, start: float, handed_over: float) -> None:
+        """Record the times of a step that counts; at the end of a trial all ranks that exchange decide together."""
         now, budget = time.perf_counter(), self.autotune.budget
-        counts = not skipped and any(result.handed.state.compressible for result in self._results)
         if counts:
             self.autotune.record(self.step, self.density is None, now - start)
         if budget is not None:
             budget.record(self.step, self.density if counts else None, now - handed_over, now)
         if self.exchanges and self.autotune.decides_after(self.step):
-            self.autotune.decide(self.reducer.meter)
+            self.autotune.decide(self.deciding)
         if self.exchanges and budget is not None and budget.decides_after(self.step):
-            budget.decide(self.reducer.meter, self.step)
+            budget.decide(self.deciding, self.step)
 
     def _close(self, event: StepEvent) -> None:
         """Count the step, and pass it on to the sinks."""
@@ -234,7 +257,7 @@ class StepReducer:
         for sink in self.sinks:
             sink.emit(event)
         if event.skipped:
-            report_skipped(event, self.skipped_in_a_row, self.settings.max_skipped, log=self.meter.rank == 0)
+            report_skipped(event, self.skipped_in_a_row, self.settings.max_skipped, log=self.everyone.rank == 0)
 
     # Steps that do not come to their end.
 
@@ -244,8 +267,8 @@ class StepReducer:
         What their memory held is lost if it was `overwritten` by the next gradients, which are left as they are.
         A rank that did so alone, or after another bucket, would mix its next sums with those of this step.
         """
-        agree(self.meter, {"step to abandon": self.step, "buckets handed in": self._handed})
-        self.meter.pop_traffic()
+        agree(self.everyone, {"step to abandon": self.step, "buckets handed in": self._handed})
+        self.everyone.pop_traffic()
         if overwritten:
             self._dense.drop_overwritten()
         else:
