@@ -64,7 +64,7 @@ def backward(net: nn.Module, step: int = 0, **options: Any) -> float:
     x, y = batch(dist.get_rank(), step)
     loss = F.mse_loss(net(x, **options).float(), y)
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -109,12 +109,19 @@ def replicas_equal(mesh: DeviceMesh, net: nn.Module) -> bool:
 def poison(net: nn.Module, rank: int, row: int = 0) -> Callable[[], None]:
     """A NaN in one row of the first layer's gradient on one rank, before FSDP reduces it."""
 
+    spoiling = [dist.get_rank() == rank]
+
     def spoil(grad: Tensor) -> Tensor:
-        if dist.get_rank() != rank:
+        if not spoiling[0]:
             return grad
         grad = grad.clone()
         grad[row] = float("nan")
         return grad
 
     handle = net.emb.register_forward_pre_hook(lambda module, _: module.weight.register_hook(spoil) and None)
-    return handle.remove
+
+    def end() -> None:
+        handle.remove()
+        spoiling[0] = False  # FSDP uses the same unsharded tensor, with its hooks, in every step
+
+    return end

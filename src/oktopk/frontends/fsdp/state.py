@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +27,7 @@ from ...engine.settings import Density, Options, Settings
 from ...metrics.events import MetricsSink
 from ..base import FrontEnd, check_momentum, check_sinks, check_supported, describe, warn_adaptive
 from ..watching import GuardHandle, OptimizerGuard, unwrap
+from .checkpoint import prepare_loading, read_mesh_state, save_mesh_state
 from .gradients import ShardedGradients
 from .ranks import MeshRanks
 from .units import backward_under_way, find_units, local, model_problem, sums_gradients
@@ -88,7 +91,7 @@ class FsdpState(FrontEnd):
         )
         self._guard = OptimizerGuard(lambda: self.skipped)
         self._model: nn.Module | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[str, RemovableHandle] = {}
         self._lock = threading.Lock()  # with several devices, hooks run in several threads
         self._syncing = True
         self._pass: int | None = None
@@ -169,15 +172,18 @@ class FsdpState(FrontEnd):
     # Gradients, as backward delivers them.
 
     def _listen(self) -> None:
+        """Hear of gradients; those of parameters that are unfrozen later are averaged at the end of a pass at first."""
         listener = weakref.ref(self)  # parameters outlive a state that is thrown away
         for name, parameter in self._gradients.parameters.items():
+            if name in self._handles or not parameter.requires_grad:
+                continue
 
             def arrived(_: Tensor, name: str = name) -> None:
                 state = listener()
                 if state is not None and state._syncing:
                     state._report_errors(state._arrived, name)
 
-            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+            self._handles[name] = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _report_errors(self, job: Any, *args: Any) -> None:
         """An error is raised here, in the middle of backward(), and on all ranks."""
@@ -229,6 +235,7 @@ class FsdpState(FrontEnd):
             for flat in gradients.flats.values():
                 flat.mul_(self._ranks.replicas)
         gradients.flats = {}
+        self._listen()
         self._guard.applied = self.skipped
 
     def _combine_norms(self, norm: float) -> float:
@@ -243,6 +250,55 @@ class FsdpState(FrontEnd):
         norms = self._engine.run(gather, counted=True)
         return math.hypot(*(norms[rank] for rank in self._ranks.replica))
 
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, thresholds and counters for torch.distributed.checkpoint, between steps. All ranks save it.
+
+        Example:
+            ::
+
+                dcp.save({"model": model.state_dict(), "oktopk": state.state_dict()}, checkpoint_id=folder)
+                state.load_checkpoint(folder)       # on this mesh or on another one
+        """
+        registered = self._registered()
+        momentum = self._engine.settings.momentum > 0
+        return save_mesh_state(self._engine.state_dict(), registered.parameters, self._ranks, momentum)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state_dict() that torch.distributed.checkpoint has filled on this mesh.
+
+        Args:
+            state_dict: of the same mesh; load_checkpoint() also reads that of another one.
+        """
+        with self._engine.checking_together():
+            parameters = self._registered().parameters
+            sizes = {name: local(p).numel() for name, p in parameters.items()}
+            apply = self._engine.read_state_dict(read_mesh_state(state_dict, parameters, self._ranks), sizes)
+        apply()
+        self._guard.reset()
+        self._pass = None
+
+    def load_checkpoint(self, checkpoint: str | os.PathLike[str] | StorageReader, key: str = "oktopk") -> None:
+        """Go on from a checkpoint of this mesh, to the bit, or of one with other replicas or shards.
+
+        Another number of replicas gets the mean of the old residuals, so that their sum, divided by the number of
+        replicas, is what it was. All ranks of torch.distributed call it together, after register().
+
+        Args:
+            checkpoint: the folder that torch.distributed.checkpoint has saved to, or a StorageReader.
+            key: under which name the state_dict() was saved there.
+        """
+        parameters = self._registered().parameters
+        with self._engine.checking_together():
+            read = prepare_loading(checkpoint, key, parameters, self._ranks)
+        self.load_state_dict(read())
+
+    def _registered(self) -> ShardedGradients:
+        if self._model is None:
+            raise RuntimeError("call register(model) first: checkpoints are by parameter")
+        return self._gradients
+
     def abandon(self) -> None:
         """Give up a step whose backward pass has failed, on all ranks: what was sent returns to the residuals."""
         with self._engine.uninterrupted():
@@ -251,6 +307,6 @@ class FsdpState(FrontEnd):
 
     def close(self) -> None:
         """Remove the hooks, end the worker thread and its connections, and close the sinks. Twice is fine."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         super().close()
