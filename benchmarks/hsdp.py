@@ -5,8 +5,8 @@ One way per call, in the lab with two nodes of two ranks (as root), or below tor
     python -m oktopk.tools.lab --hosts 2 --ranks-per-host 2 --rate 100mbit -- \\
         python -m benchmarks.hsdp --way sparse --tokens 256 --steps 40
 
-Ways: `native` gives fully_shard the whole mesh, `sparse` is oktopk.FsdpState, `updates` is oktopk.LocalOptimizer on
-the mesh. Rank 0 prints one line of JSON.
+Ways: `native` gives fully_shard the whole mesh, `sparse` is oktopk.FsdpState, `updates` is oktopk.LocalOptimizer
+on the mesh. Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -62,13 +62,20 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // options.shards, options.shards), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (world // options.shards, options.shards), mesh_dim_names=("replicate", "shard")
+    )
     size = Size(options.layers, options.width, max(1, options.width // 64), options.context, 0.0)
     text = embedded_tokens()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = make_model(size, text.vocabulary, mesh if options.way == "native" else mesh["shard"])
     optimizer = make_optimizer(options.optimizer, model, options.lr)
-    settings = {"density": options.density, "warmup_steps": options.warmup, "auto": False, "values": options.values}
+    settings = {
+        "density": options.density,
+        "warmup_steps": options.warmup,
+        "auto": False,
+        "values": options.values,
+    }
     state: Any = None
     if options.way == "sparse":
         state = oktopk.FsdpState(mesh, **settings).register(model, optimizer)
@@ -94,7 +101,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     times = torch.stack(every)[:, : options.steps].amax(0).tolist()
     steady = times[options.warmup + 3 if state is not None else 3 :]
     return {
-        "way": options.way, "mesh": list(mesh.mesh.shape), "parameters": sum(p.numel() for p in model.parameters()),
+        "way": options.way, "mesh": list(mesh.mesh.shape),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": options.tokens, "density": options.density, "steps": options.steps,
         "step_ms": round(1e3 * median(steady), 1), "first_ms": round(1e3 * times[0], 1),
         "val_loss": round(float(torch.stack(every)[:, -2].mean()), 4),
@@ -108,8 +116,8 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, default="sparse")
     for name, kind, default in (
         ("shards", int, 2), ("layers", int, 6), ("width", int, 256), ("context", int, 128), ("tokens", int, 256),
-        ("steps", int, 40), ("warmup", int, 5), ("density", float, 0.01), ("lr", float, 1e-3), ("values", str, "fp32"),
-        ("optimizer", str, "adamw"),
+        ("steps", int, 40), ("warmup", int, 5), ("density", float, 0.01), ("lr", float, 1e-3),
+        ("values", str, "fp32"), ("optimizer", str, "adamw"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default, help="default: %(default)s")
     options = parser.parse_args()

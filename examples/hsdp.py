@@ -89,7 +89,8 @@ def main() -> None:
     if rank == 0:
         phases = memory.by_phase()
         print(f"mesh          {replicas} replicas x {chosen.shards} shards")
-        print(f"steps         {first} to {state.step}: {', '.join(f'{int(m["steps"])} {p}' for p, m in phases.items())}")
+        counts = ", ".join(f"{int(means['steps'])} {phase}" for phase, means in phases.items())
+        print(f"steps         {first} to {state.step}: {counts}")
         print(f"val loss      {loss:.3f}")
         sent = (f"{m['sent_bytes'] / 1e3:.1f} kB in a {p} step" for p, m in phases.items())
         print(f"a rank sends  {', '.join(sent)}")

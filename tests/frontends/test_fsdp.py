@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from oktopk.metrics.sinks import MemorySink
@@ -40,7 +41,9 @@ def state(mesh: Any, **options: Any) -> oktopk.FsdpState:
     return oktopk.FsdpState(mesh, **({"warmup_steps": 0, "auto": False, "timeout": 60} | options))
 
 
-def averaged(mesh: Any, warmup_steps: int = 0, setup: Callable[[nn.Module], None] | None = None, **fsdp: Any) -> Any:
+def averaged(
+    mesh: Any, warmup_steps: int = 0, setup: Callable[[nn.Module], None] | None = None, **fsdp: Any
+) -> Any:
     """The gradients of one step at density 1, and those of FSDP alone: native HSDP if there are replicas."""
     native, net = shard(make_net(), mesh, **fsdp), shard(make_net(), mesh["shard"], **fsdp)
     for model in (native, net):
@@ -86,7 +89,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 def conserves() -> dict[str, Any]:
-    """Σ gradients = R · Σ applied + Σ residuals over replicas, entry by entry; a twin has the gradients themselves."""
+    """Σ gradients = R · Σ applied + Σ residuals over replicas, entry by entry; a twin has the gradients."""
     mesh = make_mesh(2, 2)
     net, twin, sink = shard(make_net(), mesh["shard"]), shard(make_net(), mesh["shard"]), MemorySink()
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
@@ -163,10 +166,15 @@ def skips() -> dict[str, Any]:
             optimizer.step()
             after, given = map_local(averaging.state_dict()["residuals"]), grads(twin)
             kept = [
-                torch.equal(after[n], residuals[n]) or torch.allclose(after[n][0], residuals[n][0] + given[n], atol=1e-6)
+                torch.equal(after[n], residuals[n])
+                or torch.allclose(after[n][0], residuals[n][0] + given[n], atol=1e-6)
                 for n in after
             ]
-            whole = [float((after[n][0] - residuals[n][0] - given[n]).abs().max()) <= 1e-6 for n in after if given[n].numel()]
+            whole = [
+                float((after[n][0] - residuals[n][0] - given[n]).abs().max()) <= 1e-6
+                for n in after
+                if given[n].numel()
+            ]
             skipped, culprits = averaging.skipped, averaging.last.culprits
             optimizer.zero_grad()
             backward(net, 3)
@@ -327,7 +335,7 @@ def refuses() -> dict[str, str]:
     for block in half.blocks:
         torch.distributed.fsdp.fully_shard(block, mesh=mesh["shard"])
     register("native", shard(make_net(), mesh))
-    register("DDP", DDP(make_net()))
+    register("DDP", DistributedDataParallel(make_net()))
     register("plain", make_net())
     register("half", half)
     register("optimizer in backward", stepping)
@@ -371,10 +379,14 @@ pytestmark = pytest.mark.timeout(420)
 def test_density_1_is_native_hsdp_to_the_bit(played: list[dict[str, Any]]) -> None:
     for rank in played:
         found = rank["equals_native"]
-        assert found["sparse"] and found["dense"] and found["offload"] and found["bf16 compute"]
+        assert found["sparse"]
+        assert found["dense"]
+        assert found["offload"]
+        assert found["bf16 compute"]
         assert found["1 x 4"], "one replica is plain FSDP"
         assert found["4 x 1"], "other orders of sums stay within their rounding"
-        assert found["bf16 reduce"] < 1e-3 and found["fp16"] < 1e-3
+        assert found["bf16 reduce"] < 1e-3
+        assert found["fp16"] < 1e-3
         assert found["sums"] < 1e-6, "with a divide factor of the user's, gradients are sums"
 
 
@@ -382,7 +394,8 @@ def test_mass_is_conserved_and_replicas_stay_the_same(played: list[dict[str, Any
     for rank in played:
         found = rank["conserves"]
         assert found["mass"] < 1e-4
-        assert found["equal"] and found["sparse"]
+        assert found["equal"]
+        assert found["sparse"]
         assert found["sizes"], "padding is no entry"
         assert found["few"] < 0.03
 
@@ -390,13 +403,16 @@ def test_mass_is_conserved_and_replicas_stay_the_same(played: list[dict[str, Any
 def test_micro_batches_are_exchanged_once(played: list[dict[str, Any]]) -> None:
     for rank in played:
         for steps, difference in rank["accumulates"].values():
-            assert steps == 1 and difference < 1e-6
+            assert steps == 1
+            assert difference < 1e-6
 
 
 def test_a_nan_in_one_shard_skips_the_step_on_all_ranks(played: list[dict[str, Any]]) -> None:
     for rank in played:
         for phase in rank["skips"].values():
-            assert phase["skipped"] and phase["zero"] and phase["unchanged"]
+            assert phase["skipped"]
+            assert phase["zero"]
+            assert phase["unchanged"]
             assert phase["mass"]
     assert all(rank["skips"][0]["culprits"] == ("rank 0: emb.weight",) for rank in played)
     whole = [rank["skips"][0]["whole"] for rank in played]
@@ -415,7 +431,8 @@ def test_norms_are_those_of_all_shards(played: list[dict[str, Any]]) -> None:
     for rank in played:
         found = rank["clips"]
         assert found["before"] < 1e-6
-        assert found["after"][0] == found["after"][1] and found["clipped"]
+        assert found["after"][0] == found["after"][1]
+        assert found["clipped"]
     assert any(rank["clips"]["factor"] < 1 for rank in played)
 
 
@@ -454,7 +471,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refusals_name_the_remedy_on_every_rank(what: str, played: list[dict[str, Any]]) -> None:
-    import re
-
     for rank in played:
         assert re.search(REFUSED[what], rank["refuses"].get(what, "nothing was refused"))

@@ -161,13 +161,14 @@ def test_the_same_mesh_goes_on_to_the_bit(loaded: list[dict[str, Any]]) -> None:
 def test_other_meshes_keep_the_mass(loaded: list[dict[str, Any]], folder: str) -> None:
     """Σe/R, to the rounding of float32; residuals are of the order of 1."""
     for rank in loaded:
-        assert rank["1 x 4"] < 1e-6 and rank["4 x 1"] < 1e-6
+        assert rank["1 x 4"] < 1e-6
+        assert rank["4 x 1"] < 1e-6
         assert rank["step of 1 x 4"] == rank["step of 4 x 1"] == 6
     assert max(worlds.run("gloo", 2, load_on_two, folder)) < 1e-6
 
 
 SAID = {
-    "another model": r"does not match the model: the residuals of emb.weight have the shape \(15, 7\), .*\(16, 7\)",
+    "another model": r"does not match the model: the residuals of emb.weight have the shape \(15, 7\)",
     "no state": "has no state of oktopk.FsdpState under 'oktopk'",
     "damaged": "cannot read the checkpoint",
     "cut": "cannot read the checkpoint",

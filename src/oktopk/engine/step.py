@@ -32,8 +32,8 @@ class StepReducer:
         finish()                wait for all of them; commit or roll back; metrics; autotune
 
     One thread calls it at a time. The ranks that exchange (`reducer.meter`) may be fewer than those that skip a
-    step and autotune together. A LocalGroup has one exchanging rank, and passes its outcome on to the others. Ranks
-    of a device mesh exchange with the replicas of their shard, and decide with the `whole` mesh.
+    step and autotune together. A LocalGroup has one exchanging rank, and passes its outcome on to the others.
+    Ranks of a device mesh exchange with the replicas of their shard, and decide with the `whole` mesh.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class StepReducer:
         return tuple(self._report.names or ())
 
     def _tune(self, counts: bool, start: float, handed_over: float) -> None:
-        """Record the times of a step that counts; at the end of a trial all ranks that exchange decide together."""
+        """Record the times of a step that counts; at the end of a trial ranks decide together."""
         now, budget = time.perf_counter(), self.autotune.budget
         if counts:
             self.autotune.record(self.step, self.density is None, now - start)

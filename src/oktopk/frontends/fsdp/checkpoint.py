@@ -18,9 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -30,7 +33,7 @@ from .units import local
 
 FORMAT = 1
 _MEMORIES = ("residuals", "velocities")
-_OF_MESH = {"buckets": [], "groups": []}
+_OF_MESH: dict[str, list[Any]] = {"buckets": [], "groups": []}
 """What another mesh starts without."""
 
 
@@ -55,7 +58,9 @@ def save_mesh_state(
     return saved
 
 
-def read_mesh_state(saved: Mapping[str, Any], parameters: Mapping[str, Tensor], ranks: MeshRanks) -> dict[str, Any]:
+def read_mesh_state(
+    saved: Mapping[str, Any], parameters: Mapping[str, Tensor], ranks: MeshRanks
+) -> dict[str, Any]:
     """The engine's state_dict() from what torch.distributed.checkpoint has read."""
     if not isinstance(saved, Mapping) or "format" not in saved:
         raise ValueError("this is not a state_dict of oktopk.FsdpState")
@@ -83,11 +88,14 @@ def _read_memory(
 
 
 def prepare_loading(
-    checkpoint: str | os.PathLike[str] | dcp.StorageReader, key: str, parameters: Mapping[str, Tensor],
+    checkpoint: str | os.PathLike[str] | StorageReader, key: str, parameters: Mapping[str, Tensor],
     ranks: MeshRanks,
 ) -> Callable[[], dict[str, Any]]:  # fmt: skip
-    """Find what save_mesh_state() made, on this mesh or on another one; the function, which all ranks call, reads it."""
-    reader = checkpoint if isinstance(checkpoint, dcp.StorageReader) else dcp.FileSystemReader(checkpoint)
+    """Find what save_mesh_state() made, on this mesh or on another one.
+
+    Returns a function that reads it; all ranks call it together.
+    """
+    reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
     try:
         entries = reader.read_metadata().state_dict_metadata
     except Exception as error:  # whatever a damaged or missing file leads to
@@ -101,7 +109,7 @@ def prepare_loading(
         sizes = {
             entry.removeprefix(f"{key}.{memory}."): tuple(facts.size)
             for entry, facts in entries.items()
-            if entry.startswith(f"{key}.{memory}.")
+            if entry.startswith(f"{key}.{memory}.") and isinstance(facts, TensorStorageMetadata)
         }
         if sizes or memory == _MEMORIES[0]:
             wanted[memory] = {
@@ -111,7 +119,7 @@ def prepare_loading(
 
     def read() -> dict[str, Any]:
         try:
-            dcp.load({key: wanted}, storage_reader=reader)
+            load({key: wanted}, storage_reader=reader)
         except CheckpointException as error:  # raised on all ranks, though no Exception
             reason = next((failure for failure, _ in error.failures.values()), error)
             raise ValueError(f"cannot read the checkpoint {checkpoint}: {reason!r}") from error

@@ -68,7 +68,7 @@ class ShardedGradients:
         """On a GPU, FSDP computes gradients in a stream of its own."""
         grad = self.parameters[bucket.names[-1]].grad
         if grad is not None and grad.is_cuda:
-            event = self._ready[bucket] = torch.cuda.Event()
+            event = self._ready[bucket] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
 
     def submit_complete(self, engine: AsyncReducer) -> None:

@@ -46,7 +46,7 @@ class MeshRanks:
             replicate = next((name for name in _NAMES if name in names), None)
         if replicate not in names or len(names) < 2:
             raise ValueError(
-                f"the mesh has the dimensions {names}: it needs one between replicas and one inside of them, as in "
+                f"the mesh has the dimensions {names}: it needs one between replicas and one inside, as in "
                 'mesh_dim_names=("replicate", "shard"); replicate= names the first'
             )
         dim = names.index(replicate)

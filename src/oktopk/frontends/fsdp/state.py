@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -38,10 +38,10 @@ _ONCE = "every FsdpState has one model: make another one for this"
 class FsdpState(FrontEnd):
     """Averages the gradients of an FSDP2 model between its replicas by sparse all-reduce with error feedback.
 
-    FSDP shards the model inside each replica (a node), over mesh["shard"], and averages gradients there. This state
-    averages them between replicas: each rank exchanges its shards with the same shards of other replicas, one FSDP
-    unit after the other, while backward goes on. When backward returns, gradients are means. Whether a step is
-    skipped, dense or sparse is decided by all ranks of the mesh together.
+    FSDP shards the model inside each replica (a node), over mesh["shard"], and averages gradients there. This
+    state averages them between replicas: each rank exchanges its shards with the same shards of other replicas,
+    one FSDP unit after the other, while backward goes on. When backward returns, gradients are means. Whether a
+    step is skipped, dense or sparse is decided by all ranks of the mesh together.
 
     All ranks of the mesh make theirs together.
 
@@ -83,7 +83,9 @@ class FsdpState(FrontEnd):
             if settings.ranks_per_host > 1:
                 raise ValueError("FsdpState has no ranks_per_host: FSDP averages inside a replica. Leave it out")
             if norm_clip is not None and len(self._ranks.shape) > 2:
-                raise ValueError("norm_clip needs a mesh of two dimensions: clip_grad_norm_() after backward instead")
+                raise ValueError(
+                    "norm_clip needs a mesh of two dimensions: clip_grad_norm_() after backward instead"
+                )
             checked = check_sinks(sinks, trainer)
             terms |= settings.terms() | {"mesh": self._ranks.mesh.mesh.tolist(), "replicate": self._ranks.name}
         self._held = AsyncReducer(
@@ -117,7 +119,7 @@ class FsdpState(FrontEnd):
         Returns:
             The state itself.
         """
-        named = {name: p for name, p in getattr(model, "named_parameters", dict)()}
+        named = dict(getattr(model, "named_parameters", dict)())
         with self._engine.checking_together() as terms:
             if self._model is not None:
                 raise ValueError(_ONCE)
@@ -172,7 +174,7 @@ class FsdpState(FrontEnd):
     # Gradients, as backward delivers them.
 
     def _listen(self) -> None:
-        """Hear of gradients; those of parameters that are unfrozen later are averaged at the end of a pass at first."""
+        """Hear of gradients. Parameters that are unfrozen later are averaged at the end of a pass at first."""
         listener = weakref.ref(self)  # parameters outlive a state that is thrown away
         for name, parameter in self._gradients.parameters.items():
             if name in self._handles or not parameter.requires_grad:
@@ -214,7 +216,7 @@ class FsdpState(FrontEnd):
         self._finish_later(1)
 
     def _finish_later(self, again: int) -> None:
-        Variable._execution_engine.queue_callback(lambda: self._report_errors(self._end, again))  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(lambda: self._report_errors(self._end, again))
 
     def _end(self, again: int) -> None:
         """Finish the step, at the end of the backward pass."""

@@ -84,10 +84,12 @@ def _parameter_problem(name: str, parameter: nn.Parameter, ranks: MeshRanks, sha
     if not parameter.requires_grad:
         return None
     if not isinstance(parameter, DTensor):
-        return f"{name} is in no FSDP unit, so that ranks of a replica do not average it: call {shard} on the model"
+        return (
+            f"{name} is in no FSDP unit, so that ranks of a replica do not average it: call {shard} on the model"
+        )
     if not set(parameter.device_mesh.mesh.flatten().tolist()) <= set(ranks.replica):
         return (
-            f"{name} is distributed over other replicas, too, which are then averaged densely: pass fully_shard one "
+            f"{name} is distributed over other replicas, too, which FSDP then averages densely: pass it one "
             f"replica's part of the mesh, {shard}"
         )
     if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
