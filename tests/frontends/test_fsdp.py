@@ -446,7 +446,8 @@ def test_momentum_correction_works_on_shards(played: list[dict[str, Any]]) -> No
 
 
 def test_a_failed_pass_is_given_up(played: list[dict[str, Any]]) -> None:
-    assert all(rank["continues_after_a_failed_pass"] == {"steps": 3, "equal": True} for rank in played)
+    for rank in played:
+        assert rank["continues_after_a_failed_pass"] == {"steps": 3, "equal": True}
 
 
 def test_frozen_parameters_are_left_out(played: list[dict[str, Any]]) -> None:

@@ -43,13 +43,13 @@ class LocalUpdates:
         self._factors: list[float] = []
         """By group: what remains of θ_start."""
 
-    def begin(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-        """Remember the parameters that all ranks have in common."""
+    def begin(self, named: Mapping[str, Tensor], parts: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        """Remember the parameters that all ranks have in common, as far as this rank has `parts` of them."""
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._parameters = dict(parameters)
-        self._group_of = {name: groups[id(p)] for name, p in parameters.items()}
+        self._parameters = {name: parts[name] for name in named}
+        self._group_of = {name: groups[id(p)] for name, p in named.items()}
         self._factors = [1.0] * len(optimizer.param_groups)
-        self._start = {name: self._copy(name, p) for name, p in parameters.items()}
+        self._start = {name: self._copy(name, p) for name, p in self._parameters.items()}
 
     def _copy(self, name: str, parameter: Tensor) -> Tensor:
         """A copy of the parameter, in the memory of the last round if possible."""
@@ -139,24 +139,27 @@ def _without_decay(optimizer: Optimizer) -> Iterator[None]:
 
 
 @torch.no_grad()
-def average_state(comm: Communicator, gradients: BucketedGradients, optimizer: Optimizer, key: str) -> None:
+def average_state(
+    comm: Communicator, gradients: BucketedGradients, states: Mapping[str, Mapping[str, Any]], key: str, owner: str
+) -> None:
     """Average one kind of optimizer state, such as "exp_avg_sq", over all ranks. All ranks call it together.
 
     Args:
         comm: the ranks.
         gradients: the parameters in buckets, whose memory is used; no step may be under way.
-        optimizer: whose state it is.
+        states: the optimizer's, by the name of the parameter; of a sharded one, this rank's part.
         key: the name of the state, which has the shape of its parameter.
+        owner: the name of the optimizer.
     """
-    held = {name: optimizer.state.get(gradients.parameters[name], {}).get(key) for name in gradients.names}
+    held = {name: states.get(name, {}).get(key) for name in gradients.names}
     found = {name: state for name, state in held.items() if state is not None}
     problem = None
     for name, state in found.items():
         if not isinstance(state, Tensor) or state.shape != gradients.parameters[name].shape:
             problem = f"averaged_state: {key!r} of {name} does not have the shape of the parameter"
-    if not found and optimizer.state:
-        known = sorted({known for state in optimizer.state.values() for known in state})
-        problem = f"averaged_state: {type(optimizer).__name__} has no {key!r}; choose from {', '.join(known)}"
+    if not found and states:
+        known = sorted({known for state in states.values() for known in state})
+        problem = f"averaged_state: {owner} has no {key!r}; choose from {', '.join(known)}"
     agree(comm, {f"parameters with {key}": list(found)}, problem)
     for bucket in gradients.buckets:
         if not found.keys().isdisjoint(bucket.names):

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from ...feedback.buckets import MISMATCH
-from .ranks import MeshRanks
-from .units import local
+from .ranks import MeshRanks, local
 
 FORMAT = 1
 _MEMORIES = ("residuals", "velocities")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ...engine.async_reducer import AsyncReducer
 from ...feedback.buckets import Bucket, flatten, make_buckets
-from .units import distribute_like, local
+from .ranks import local
+from .units import distribute_like
 
 
 class ShardedGradients:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm import Communicator, GroupCommunicator
@@ -13,6 +15,13 @@ from ...comm.process_group.limits import group_timeout
 
 _NAMES = ("replicate", "dp_replicate")
 """What the dimension between replicas is usually called."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that this rank has, in the same memory."""
+    found: Any = tensor.detach()
+    part: Tensor = found.to_local() if hasattr(found, "to_local") else found  # importing DTensor takes its time
+    return part
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from ..base import FrontEnd, check_momentum, check_sinks, check_supported, descr
 from ..watching import GuardHandle, OptimizerGuard, unwrap
 from .checkpoint import prepare_loading, read_mesh_state, save_mesh_state
 from .gradients import ShardedGradients
-from .ranks import MeshRanks
-from .units import backward_under_way, find_units, local, model_problem, sums_gradients
+from .ranks import MeshRanks, local
+from .units import backward_under_way, find_units, model_problem, sums_gradients
 
 _ONCE = "every FsdpState has one model: make another one for this"
 
@@ -78,7 +78,10 @@ class FsdpState(FrontEnd):
     ) -> None:  # fmt: skip
         self._ranks = MeshRanks.of(mesh, replicate)
         comm, whole = self._ranks.connect(timeout)
-        with checking_together(whole or comm, owned=True) as terms:
+        with ExitStack() as stack:
+            terms: dict[str, object] = {}
+            for ranks in filter(None, (whole, comm)):  # both are closed if one of them disagrees
+                terms = stack.enter_context(checking_together(ranks, owned=True))
             settings = Settings.from_options(algorithm, density, warmup_steps, norm_clip, auto, options)
             if settings.ranks_per_host > 1:
                 raise ValueError("FsdpState has no ranks_per_host: FSDP averages inside a replica. Leave it out")

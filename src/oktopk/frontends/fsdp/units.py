@@ -35,12 +35,6 @@ def find_units(model: nn.Module) -> list[list[str]]:
     return [unit for unit in reversed(distinct) if unit]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of a distributed tensor that this rank has, in the same memory."""
-    found = tensor.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
-
-
 def distribute_like(part: Tensor, parameter: Tensor) -> DTensor:
     """A distributed tensor like the parameter, of which this rank has `part`."""
     assert isinstance(parameter, DTensor)
@@ -56,7 +50,7 @@ def model_problem(model: Any, ranks: MeshRanks) -> str | None:
     if isinstance(model, DistributedDataParallel):
         return "DistributedDataParallel is not sharded: use oktopk.OkTopkState for it"
     if not isinstance(model, nn.Module):
-        return f"register needs the model that fully_shard was called on, got {type(model).__name__}"
+        return f"expected the model that fully_shard was called on, got {type(model).__name__}"
     modules = list(model.modules())
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         return f"FullyShardedDataParallel (FSDP1) has no place for a sparse exchange: use FSDP2, {shard}"
