@@ -227,7 +227,8 @@ class FsdpState(FrontEnd):
         if backward_under_way(self._model):
             if not again:
                 raise RuntimeError(
-                    "checkpointing with use_reentrant=True ends backward in the middle: use use_reentrant=False"
+                    "FSDP has not ended this backward pass: checkpoint activations with use_reentrant=False, and "
+                    "call model.reset_iter_state() after a pass that has failed"
                 )
             self._finish_later(again - 1)  # a unit without a common root ends later than the others
             return
