@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.async_reducer import AsyncReducer
+from ...engine.worker import Job
 from ...feedback.buckets import Bucket, flatten, make_buckets
 from .ranks import local
 from .units import distribute_like
@@ -40,7 +41,6 @@ class ShardedGradients:
             self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self._to_come = {bucket: {*bucket.names} for bucket in self.buckets}
         self._waiting = list(self.buckets)
-        self._ready: dict[Bucket, torch.cuda.Event] = {}
         self.flats: dict[Bucket, Tensor] = {}
         """What was handed over, and after the step the results."""
 
@@ -62,15 +62,6 @@ class ShardedGradients:
         bucket = self._bucket_of.get(name)
         if bucket is not None:
             self._to_come[bucket].discard(name)
-            if not self._to_come[bucket]:
-                self._record(bucket)
-
-    def _record(self, bucket: Bucket) -> None:
-        """On a GPU, FSDP computes gradients in a stream of its own."""
-        grad = self.parameters[bucket.names[-1]].grad
-        if grad is not None and grad.is_cuda:
-            event = self._ready[bucket] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
 
     def submit_complete(self, engine: AsyncReducer) -> None:
         """Hand over complete units, but in the one order that all ranks follow."""
@@ -89,8 +80,6 @@ class ShardedGradients:
 
     @torch.no_grad()
     def _submit(self, engine: AsyncReducer, bucket: Bucket, factor: float = 1.0) -> None:
-        if bucket in self._ready:
-            self._ready[bucket].wait()
         named = {name: self.parameters[name] for name in bucket.names}
         like = local(named[bucket.names[0]])
         flat = self.flats[bucket] = torch.empty(bucket.size, dtype=like.dtype, device=like.device)
@@ -100,6 +89,13 @@ class ShardedGradients:
         for name, place in bucket.places.items():
             parameter = named[name]
             parameter.grad = distribute_like(flat[place].view(local(parameter).shape), parameter)
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()  # the worker has another one
-        engine.submit(bucket, flat)
+        engine.submit(bucket, flat, _when_copied(flat))
+
+
+def _when_copied(flat: Tensor) -> Job | None:
+    """What lets the thread that reduces wait for the copy: on a GPU, FSDP reduces in a stream of its own."""
+    if not flat.is_cuda:
+        return None
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return copied.wait

@@ -154,7 +154,7 @@ class FsdpState(FrontEnd):
         """
         optimizer = unwrap(optimizer)
         check_momentum(self._engine.settings, optimizer)
-        warn_adaptive(self._engine.settings, optimizer, self._engine.rank)
+        warn_adaptive(self._engine.settings, optimizer, self._ranks.mesh.get_rank())
         return self._guard.watch(optimizer)
 
     @contextmanager
