@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet wheel-smoke check bench clean
+.PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet hsdp wheel-smoke check bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,10 @@ soak: $(INSTALLED) ## 20,000 steps through all that a long run meets, in 10 to 2
 meet: export OMP_NUM_THREADS := 1
 meet: $(INSTALLED) ## 64 processes meet, 128 ranks on threads reduce, and a message has more than 2 GiB
 	$(BIN)/python -m stress.meet $(ARGS)
+
+hsdp: export OMP_NUM_THREADS := 1
+hsdp: $(INSTALLED) ## HSDP on 8 ranks in fp16, with tensor parallelism, for 200 steps, and with a killed rank
+	$(BIN)/python -m stress.hsdp $(ARGS)
 
 wheel-smoke: $(INSTALLED) ## install the wheel in empty environments, for each Python that is here; needs the network
 	$(BIN)/python -m tests.support.wheel.every_python $(ARGS)

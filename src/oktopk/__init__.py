@@ -24,6 +24,7 @@ from .wire.codecs import ValueCodec
 from .wire.sparse_vector import SparseVector
 
 if TYPE_CHECKING:
+    from .frontends.fsdp.state import FsdpState
     from .tools.frames import load_run, load_sweep
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "CommTimeout",
     "Communicator",
     "DistributedOptimizer",
+    "FsdpState",
     "GroupCommunicator",
     "Info",
     "LocalOptimizer",
@@ -67,9 +69,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what reads runs only when it is asked for."""
+    """Import what reads runs, and what imports FSDP, only when it is asked for: both take their time."""
     if name in ("load_run", "load_sweep"):
         from .tools import frames
 
         return getattr(frames, name)
+    if name == "FsdpState":
+        from .frontends.fsdp.state import FsdpState
+
+        return FsdpState
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -119,6 +119,19 @@ def test_local_optimizer(ranks: int | None, every: int) -> None:
     check(parse(out), ranks or 1, (20, 180) if every == 1 else (20, 47), accuracy=80)
 
 
+def test_hsdp_resumes_on_another_mesh(tmp_path: Path) -> None:
+    out = run("hsdp", "--shards", 2, "--steps", 30, "--out", tmp_path / "checkpoint", ranks=4)
+    assert "2 replicas x 2 shards" in out
+    assert "0 to 30: 20 dense, 10 sparse" in out
+    sent = {phase: float(size) for size, phase in re.findall(r"([\d.]+) kB in a (dense|sparse) step", out)}
+    assert 0 < sent["sparse"] < 0.2 * sent["dense"]
+    again = run("hsdp", "--steps", 5, "--out", tmp_path / "checkpoint", "--resume")
+    assert "1 replicas x 1 shards" in again
+    assert "30 to 35: 5 sparse" in again
+    losses = [float(re.findall(r"^val loss +([\d.]+)", text, re.MULTILINE)[0]) for text in (out, again)]
+    assert losses[1] < losses[0] + 0.3 < 3.5
+
+
 def test_manual_loop(tmp_path: Path) -> None:
     world = 2
     out = run("manual_loop", "--out", tmp_path, ranks=world)

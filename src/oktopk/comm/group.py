@@ -129,6 +129,7 @@ class GroupCommunicator(Communicator):
         self._interrupted = False
         self._collectives: dict[str, OverGroup] = {}
         name, ranks = str(given.group_name), tuple(dist.get_process_group_ranks(given))
+        self._global_ranks = ranks
         if companion is None:
             companion = "cpu:gloo" not in dist.get_backend_config(group)
         if companion:
@@ -177,6 +178,9 @@ class GroupCommunicator(Communicator):
             self.close()
             raise refusal
 
+    def global_rank(self, rank: int) -> int:
+        return self._global_ranks[rank]
+
     def _sum_now(self, x: Tensor) -> None:
         self._sums.begin(x, self.timeout).wait(self.timeout, self._check_ranks)
 
@@ -223,7 +227,7 @@ class GroupCommunicator(Communicator):
         """Post the reason on the failure board, and close the connections, so that the other ranks look there."""
         known = isinstance(error, (OkTopkError, OSError))  # of others, ranks need to see where they come from
         text = str(error) if known else "".join(traceback.format_exception(error)).strip()
-        self._board.post_failure(f"rank {self.rank} failed: {text}")
+        self._board.post_failure(f"rank {self.global_rank(self.rank)} failed: {text}")
         self._sums.abort_device()
         self.close()
 
@@ -267,7 +271,8 @@ class GroupCommunicator(Communicator):
         late = time.monotonic() >= deadline - _TOLERANCE
         if peer is None or not late:
             self.close()
-        reason, lost = self._board.report_loss(error.peer if isinstance(error, LostRank) else peer)
+        reason, missing = self._board.report_loss(error.peer if isinstance(error, LostRank) else peer)
+        lost = [self.global_rank(rank) for rank in missing]
         if late:  # a pending receive would get the next message, and ranks that wait for this one shall notice
             self.close()
         who = format_ranks(lost) or "the other ranks"

@@ -6,8 +6,8 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -66,26 +66,35 @@ class AsyncReducer:
         sinks: where the metrics of every step go.
         unused_stay: whether residuals of parameters without a gradient are kept back, as DDP needs it.
         averages: what the buckets hold, and so the residuals: GRADIENTS or UPDATES.
+        whole: the ranks that skip steps and autotune together, if they are more than those of `comm`; it is closed
+            together with that.
     """
 
     def __init__(
         self, settings: Settings, comm: Communicator, *, owns_comm: bool, grad_scaler: Scaler | None = None,
         sinks: Iterable[MetricsSink] = (), unused_stay: bool = False, averages: str = GRADIENTS,
+        whole: Communicator | None = None,
     ) -> None:  # fmt: skip
         self.settings = settings
         self._comm, self._owns_comm, self._scaler = comm, owns_comm, grad_scaler
         self._scaler_was_given = grad_scaler is not None
-        self._steps = StepReducer(settings, comm, sinks, unused_stay, averages)
-        steps = self._steps  # the worker must not keep this object alive
+        self._steps = StepReducer(settings, comm, sinks, unused_stay, averages, whole)
+        self._comms = comms = [comm] if whole is None else [comm, whole]
+        steps, rank = self._steps, comm.global_rank(comm.rank)  # the worker must not keep this object alive
 
         def give_up(error: BaseException) -> None:
-            add_step(error, comm.rank, steps.step)
+            add_step(error, rank, steps.step)
             steps.voice.failed = True
             if not isinstance(error, NonFiniteError):  # that one all ranks raise by themselves
-                comm.fail(error)
+                for ranks in comms:
+                    ranks.fail(error)
             steps.give_up()
 
-        self._worker = Worker(f"oktopk worker of rank {comm.rank}", give_up, comm.interrupt)
+        def interrupt() -> None:
+            for ranks in comms:
+                ranks.interrupt()
+
+        self._worker = Worker(f"oktopk worker of rank {rank}", give_up, interrupt)
         self._ending = weakref.finalize(self, steps.voice.end)
         """Says at the end, also that of the process, why a run never went sparse."""
         self._first_handed: float | None = None
@@ -205,12 +214,13 @@ class AsyncReducer:
         steps, names = self._steps, list(nonfinite)
         self.run(lambda _: steps.skip_next(names, scale), counted=True)
 
-    def run(self, job: Callable[[Communicator], T], counted: bool = False) -> T:
+    def run(self, job: Callable[[Communicator], T], counted: bool = False, replicas: bool = False) -> T:
         """Let the worker communicate about something else, and return the result of `job`.
 
-        Its traffic belongs to no step, or, if it is `counted`, to the next one.
+        Its traffic belongs to no step, or, if it is `counted`, to the next one. It is called with all ranks, or
+        with the `replicas` that buckets are exchanged with.
         """
-        meter, results = self._steps.meter, []
+        meter, results = self._steps.meter if replicas else self._steps.everyone, []
 
         def communicate() -> None:
             results.append(job(meter))
@@ -222,10 +232,14 @@ class AsyncReducer:
             self._worker.wait()
         return results[0]
 
-    def checking_together(self) -> AbstractContextManager[dict[str, object]]:
+    @contextmanager
+    def checking_together(self) -> Iterator[dict[str, object]]:
         """A block, between steps, that checks arguments: an error in it on one rank is an error on all."""
         self.drain()
-        return checking_together(self._comm, owned=False)
+        with ExitStack() as stack:
+            for ranks in reversed(self._comms):  # what replicas do not agree on is told to the whole mesh, too
+                terms = stack.enter_context(checking_together(ranks, owned=False))
+            yield terms
 
     def give_up(self, error: Exception) -> NoReturn:
         """Raise an error of the calling thread on all ranks; one of the worker, if there was one before."""
@@ -287,11 +301,16 @@ class AsyncReducer:
     def _scale(self) -> float | None:
         return float(self._scaler.get_scale()) if self._scaler is not None and self.scaled else None
 
-    def clip_factor(self, grads: Iterable[Tensor]) -> float:
-        """The factor by which norm_clip scales these gradients, all of this rank's."""
+    def clip_factor(self, grads: Iterable[Tensor], combine: Callable[[float], float] | None = None) -> float:
+        """The factor by which norm_clip scales these gradients, all of this rank's.
+
+        If it has only a shard of them, `combine` makes the norm of all shards of this one's.
+        """
         if self.settings.norm_clip is None:
             return 1.0
         norm = math.hypot(*(_norm(grad) for grad in grads)) / (self._scale() or 1.0)
+        if combine is not None:
+            norm = combine(norm)
         # One that is not finite is left as it is: the reduction will find it.
         return self.settings.norm_clip / norm if self.settings.norm_clip < norm < math.inf else 1.0
 
@@ -407,7 +426,8 @@ class AsyncReducer:
         """End the worker thread and its connections, and close the sinks. Calling it twice is fine."""
         ended = self._worker.close(wake=self._owns_comm)
         if self._owns_comm:
-            self._comm.close()
+            for ranks in self._comms:
+                ranks.close()
         if not ended:
             _log.warning(
                 "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout

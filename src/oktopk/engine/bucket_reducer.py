@@ -265,7 +265,8 @@ class BucketReducer:
         group.warned = True
         _log.warning(
             "step %d: rank %d sent %.3g %% of bucket %d instead of %.3g %%%s",
-            step, self.meter.rank, 100 * count / group.compressible, group.index, 100 * k / group.compressible,
+            step, self.meter.global_rank(self.meter.rank), 100 * count / group.compressible, group.index,
+            100 * k / group.compressible,
             " (fewer entries are not zero)" if count < k else "",
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ from ..comm import Communicator, Digest, Metered, agree, post_digest
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
 from ..metrics.sinks import Sink, as_sink
+from ..metrics.traffic import merge
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
@@ -33,16 +34,20 @@ class StepReducer:
         finish()                wait for all of them; commit or roll back; metrics; autotune
 
     One thread calls it at a time. The ranks that exchange (`reducer.meter`) may be fewer than those that skip a
-    step and autotune together: a LocalGroup has one exchanging rank, and passes its outcome on to the others.
+    step and autotune together. A LocalGroup has one exchanging rank, and passes its outcome on to the others.
+    Ranks of a device mesh exchange with the replicas of their shard, and decide with the `whole` mesh.
     """
 
     def __init__(
         self, settings: Settings, comm: Communicator, sinks: Iterable[MetricsSink] = (), unused_stay: bool = False,
-        averages: str = GRADIENTS,
+        averages: str = GRADIENTS, whole: Communicator | None = None,
     ) -> None:  # fmt: skip
         self.settings, self.averages = settings, averages
         self._fusion_density = settings.fusion_density
         self.meter = Metered(comm)
+        self.whole = None if whole is None else Metered(whole)
+        self.everyone = self.whole or self.meter
+        """All ranks of the job."""
         self.sinks = [*map(as_sink, sinks)]
         self.step = 0
         self.skipped_steps = 0
@@ -60,8 +65,10 @@ class StepReducer:
         """Reduces groups without the host, if the algorithm and the ranks can."""
         self._late_skips = 0
         """Skipped steps in a row that the host learned of a step later."""
+        self.deciding = self.whole or exchanging
+        """The ranks that skip steps and autotune together."""
         self.autotune = Autotune(settings)
-        self.voice = Voice(settings, self.autotune, self.meter.rank, self.meter.world)
+        self.voice = Voice(settings, self.autotune, self.everyone.rank, self.everyone.world)
         self._introduced: list[Sink] = []
         """The sinks that know what run this is."""
         self.density: float | None = None
@@ -69,9 +76,8 @@ class StepReducer:
         self.schedule: list[tuple[int, float | None]] = []
         """The densities of all steps so far, with the step from which on each was used."""
         self._dense = DenseAllReduce(self.reducer)
-        self._report = NonFiniteReport(
-            settings, f"rank {self.meter.rank}" if self.local is None else str(self.local)
-        )
+        here = self.everyone.global_rank(self.everyone.rank)
+        self._report = NonFiniteReport(settings, f"rank {here}" if self.local is None else str(self.local))
         self.may_be_scaled = False
         """Whether a GradScaler may be at work that is not known yet."""
         self._quiet_skips: list[StepEvent] = []
@@ -114,7 +120,7 @@ class StepReducer:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
         self._scale = scale
         self._report.add(nonfinite)
-        self._report.names = list(self._report.gather(self.meter))
+        self._report.names = list(self._report.gather(self.everyone))
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, grad: Tensor, scale: float | None = None) -> None:
@@ -189,6 +195,7 @@ class StepReducer:
         self._events.sort(key=lambda event: event.bucket)
         if self.local is not None and not self.local.leads:
             self._report.names, self._events = self.local.receive(self._results, self.autotune, self.step)
+        counts = self._agree_with_whole()
         skipped, culprits = self._report.names is not None, self._gather_names()
         for result in self._results:
             if skipped:
@@ -198,9 +205,12 @@ class StepReducer:
         if skipped and self.may_be_scaled and self.step == self.skipped_steps:
             for store in self.reducer.stores:
                 store.load_state_dict({})
-        self._tune(skipped, start, handed_over)
+        self._tune(counts and not skipped, start, handed_over)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
-            self._events[-1] = add_traffic(self._events[-1], self.reducer.meter.pop_traffic())
+            traffic = self.reducer.meter.pop_traffic()
+            if self.whole is not None:
+                traffic = merge([traffic, self.whole.pop_traffic()])
+            self._events[-1] = add_traffic(self._events[-1], traffic)
         events = [replace(event, skipped=True) for event in self._events] if skipped else self._events
         if self.local is not None:
             if self.local.leads:
@@ -230,7 +240,7 @@ class StepReducer:
         if late.nonfinite and self.last is not None and not self.last.skipped:
             self.skipped_steps += 1
             event = replace(self.last, step=late.step, culprits=("a gradient of some rank",))
-            if self.meter.rank == 0:
+            if self.everyone.rank == 0:
                 log_skipped(event, None, routine=False)
             check_skipped(event, self._late_skips, self.settings.max_skipped, None)
 
@@ -259,25 +269,38 @@ class StepReducer:
                 digest.add(group.value)
             self._compare_digests = post_digest(self.reducer.meter, digest, "the results of the step")
 
+    def _agree_with_whole(self) -> bool:
+        """Lose the step if another shard has lost it; whether the step compresses anything on any rank.
+
+        Replicas know the same by now. The rest of the mesh is asked in one small round.
+        """
+        counts = any(result.handed.state.compressible for result in self._results)
+        if self.whole is None:
+            return counts
+        lost = self._report.names is not None
+        answers = self.whole.all_gather_ints([lost, counts], "shards")
+        if any(theirs for theirs, _ in answers) and not lost:
+            self._report.add(())
+        return any(theirs for _, theirs in answers)
+
     def _gather_names(self) -> tuple[str, ...]:
         """Where numbers were not finite, the same on all ranks; a leader has gathered it for its host."""
         if self._report.names is not None and self.exchanges:
-            return self._report.gather(self.reducer.meter)
+            return self._report.gather(self.deciding)
         return tuple(self._report.names or ())
 
-    def _tune(self, skipped: bool, start: float, handed_over: float) -> None:
-        """Record the times of the step; at the end of a trial all ranks that exchange decide together."""
+    def _tune(self, counts: bool, start: float, handed_over: float) -> None:
+        """Record the times of a step that counts; at the end of a trial ranks decide together."""
         now, budget = time.perf_counter(), self.autotune.budget
-        counts = not skipped and any(result.handed.state.compressible for result in self._results)
         if counts:
             self.autotune.record(self.step, self.density is None, now - start)
         if budget is not None:
             budget.record(self.step, self.density if counts else None, now - handed_over, now)
         self._decided = self.autotune.decides_after(self.step)
         if self.exchanges and self._decided:
-            self.autotune.decide(self.reducer.meter)
+            self.autotune.decide(self.deciding)
         if self.exchanges and budget is not None and budget.decides_after(self.step):
-            budget.decide(self.reducer.meter, self.step)
+            budget.decide(self.deciding, self.step)
 
     def _close(self, event: StepEvent) -> None:
         """Count the step, and pass it on to the sinks."""
@@ -300,7 +323,7 @@ class StepReducer:
         scale, self._scale = self._scale, None
         if event.skipped:
             routine = self.may_be_scaled or (scale is not None and scale > 1)
-            if self.meter.rank == 0:
+            if self.everyone.rank == 0:
                 log_skipped(event, scale, routine)
             if self.may_be_scaled:
                 self._quiet_skips.append(event)
@@ -323,7 +346,7 @@ class StepReducer:
     def end_quiet_skips(self) -> None:
         """No GradScaler is at work: steps that were skipped before this was known deserve a warning."""
         skipped, self._quiet_skips = self._quiet_skips, []
-        for event in skipped if self.meter.rank == 0 else ():
+        for event in skipped if self.everyone.rank == 0 else ():
             log_skipped(event, None, routine=False)
 
     # Steps that do not come to their end.
@@ -334,8 +357,8 @@ class StepReducer:
         What their memory held is lost if it was `overwritten` by the next gradients, which are left as they are.
         A rank that did so alone, or after another bucket, would mix its next sums with those of this step.
         """
-        agree(self.meter, {"step to abandon": self.step, "buckets handed in": self._handed})
-        self.meter.pop_traffic()
+        agree(self.everyone, {"step to abandon": self.step, "buckets handed in": self._handed})
+        self.everyone.pop_traffic()
         if overwritten:
             self._dense.drop_overwritten()
         else:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import Unpack
@@ -22,6 +24,7 @@ from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
 from ..wire.sparse_vector import all_finite
 from .base import check_sinks, choose_algorithm, is_adaptive
+from .fsdp.ranks import MeshRanks, local
 from .updates import LocalUpdates, average_state
 from .wrapped import WrappedOptimizer
 
@@ -92,6 +95,8 @@ class LocalOptimizer(WrappedOptimizer):
         sinks: where the metrics of every exchange go.
         timeout: seconds that a rank that is alive may keep others waiting; by default the process group's own.
         compressor: another name for `algorithm`.
+        mesh: the whole device mesh of a model that FSDP2 shards over mesh["shard"]: replicas then average the
+            updates of their shards; see FsdpState.
         **options: the other fields of `oktopk.Settings`, but for `momentum` and `norm_clip`.
 
     Example:
@@ -117,10 +122,14 @@ class LocalOptimizer(WrappedOptimizer):
         lr_scale: float | None = None, local_parameters: bool = True, broadcast: bool = True,
         buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = True, grad_scaler: Scaler | None = None,
         trainer: Any = None, sinks: Iterable[MetricsSink] = (), timeout: float | None = None,
-        compressor: str | Algorithm | None = None, **options: Unpack[Options],
+        compressor: str | Algorithm | None = None, mesh: DeviceMesh | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip
-        ranks = exclusive_communicator(timeout) if comm is None else comm
-        with checking_together(ranks, owned=comm is None) as terms:
+        self._mesh = None if mesh is None else MeshRanks.of(mesh)
+        ranks, whole = self._connect_ranks(comm, timeout)
+        with ExitStack() as stack:
+            if whole is not None:
+                stack.enter_context(checking_together(whole, owned=True))
+            terms = stack.enter_context(checking_together(ranks, owned=comm is None))
             if isinstance(optimizer, LBFGS):
                 raise TypeError("LBFGS searches along gradients of all ranks: use oktopk.DistributedOptimizer")
             _check_count("sync_every", sync_every)
@@ -131,6 +140,8 @@ class LocalOptimizer(WrappedOptimizer):
             chosen = choose_algorithm(algorithm, compressor)
             settings = Settings.from_options(chosen, density, warmup_steps, None, auto, _accepted(options))
             network = model.module if isinstance(model, DistributedDataParallel) else model
+            if self._mesh is not None:
+                self._check_sharded(model, self._mesh)
             terms |= settings.terms() | self._wrap(optimizer, named_parameters, network, buckets, torch.float32)
             terms |= {"sync_every": sync_every, "average_state_every": average_state_every, "broadcast": broadcast}
             terms |= {"averaged_state": list(averaged_state), "local_parameters": local_parameters}
@@ -139,7 +150,9 @@ class LocalOptimizer(WrappedOptimizer):
                 raise ValueError(f"lr_scale must be None or a number above 0, got {lr_scale!r}")
             terms |= {"lr_scale": scale}
             checked = check_sinks(sinks, trainer)
-        self._held = AsyncReducer(settings, ranks, owns_comm=comm is None, sinks=checked, averages=UPDATES)
+        self._held = AsyncReducer(
+            settings, ranks, owns_comm=comm is None, sinks=checked, averages=UPDATES, whole=whole
+        )
         self._held.plan(self._gradients.size)
         self.sync_every = sync_every
         self._average_state_every, self._averaged_state = average_state_every, tuple(averaged_state)
@@ -150,6 +163,23 @@ class LocalOptimizer(WrappedOptimizer):
             self._ddp.require_forward_param_sync = False  # a forward pass whose gradients it averages sets it
         if broadcast:
             self.broadcast(network)
+
+    def _connect_ranks(
+        self, comm: Communicator | None, timeout: float | None
+    ) -> tuple[Communicator, Communicator | None]:
+        """The ranks that exchange, and the whole mesh if that is more."""
+        if self._mesh is None:
+            return exclusive_communicator(timeout) if comm is None else comm, None
+        if comm is not None:
+            raise ValueError("mesh= has its own connections: leave out comm=")
+        return self._mesh.connect(timeout)
+
+    @staticmethod
+    def _check_sharded(model: nn.Module | None, ranks: MeshRanks) -> None:
+        from .fsdp.units import model_problem  # imports FSDP, which takes its time
+
+        if problem := model_problem(model, ranks):
+            raise TypeError(problem)
 
     # The step.
 
@@ -206,15 +236,31 @@ class LocalOptimizer(WrappedOptimizer):
                 "DistributedDataParallel has averaged these gradients: run forward and backward under "
                 "model.no_sync(), or use oktopk.OkTopkState"
             )
-        if not self._updates.steps and self._gradients.follow(self._engine):
-            self._updates.move_to_common()  # what is frozen now stays there
+        if not self._updates.steps:
+            self._refresh_parts()
+            if self._gradients.follow(self._engine):
+                self._updates.move_to_common()  # what is frozen now stays there
         for name in self._named.keys() - set(self._gradients.names):  # frozen: it stays where it is
             self._named[name].grad = None
+
+    def _refresh_parts(self) -> None:
+        """Follow what FSDP or the user did to a sharded model: parts are tensors of their own, in its memory."""
+        if self._mesh is not None:
+            for name, part in self._parts.items():
+                part.data = self._part(self._named[name])
+                part.requires_grad_(self._named[name].requires_grad)
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        if self._mesh is None:
+            return tensor
+        part = local(tensor)
+        return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
 
     def _find_nonfinite(self) -> list[str]:
         """The parameters whose gradients are not finite here, after a GradScaler's scale is taken off."""
         seen = self._unscale()
-        found = [name for name in self._gradients.names if not _is_finite(self._named[name].grad)]
+        grads = {name: self._named[name].grad for name in self._gradients.names}
+        found = [name for name, grad in grads.items() if grad is not None and not _is_finite(self._part(grad))]
         return found or (["a scaled gradient"] if seen else [])
 
     def _unscale(self) -> bool:
@@ -232,7 +278,8 @@ class LocalOptimizer(WrappedOptimizer):
         return bool(seen)
 
     def _grads(self) -> list[Tensor]:
-        return [p.grad for name in self._gradients.names if (p := self._named[name]).grad is not None]
+        grads = (self._named[name].grad for name in self._gradients.names)
+        return [self._part(grad) for grad in grads if grad is not None]
 
     def _agree(self, reasons: Sequence[str]) -> bool:
         """Ask all ranks, in one small round, whether each has an update; `reasons` are why this one has none.
@@ -262,15 +309,15 @@ class LocalOptimizer(WrappedOptimizer):
             self._engine.give_up(error)  # the other ranks wait for this one's update
 
     def _begin_round(self) -> None:
-        followed = {name: self._named[name] for name in self._gradients.names}
-        self._updates.begin(followed, self._gradients.buckets, self.inner)
+        named = {name: self._named[name] for name in self._gradients.names}
+        self._updates.begin(named, self._parts, self._gradients.buckets, self.inner)
 
     def _exchange(self) -> None:
         """Average the updates of all ranks, and apply the mean; a skipped or failed step leaves θ_common."""
         engine, updates = self._engine, self._updates
         try:
             if self._average_state_every and (engine.step + 1) % self._average_state_every == 0:
-                engine.run(self._average_state, counted=True)
+                engine.run(self._average_state, counted=True, replicas=True)
             for bucket in self._gradients.buckets:
                 self._gradients.submit_filled(engine, bucket, partial(updates.write, bucket))
             engine.finish()
@@ -283,8 +330,16 @@ class LocalOptimizer(WrappedOptimizer):
         updates.apply(self._gradients.flat)
 
     def _average_state(self, comm: Communicator) -> None:
+        states = {
+            name: {
+                key: self._part(value) if isinstance(value, Tensor) else value
+                for key, value in self.inner.state[parameter].items()
+            }
+            for name, parameter in self._named.items()
+            if parameter in self.inner.state
+        }
         for key in self._averaged_state:
-            average_state(comm, self._gradients, self.inner, key)
+            average_state(comm, self._gradients, states, key, type(self.inner).__name__)
 
     def _skip(self, reasons: Sequence[str]) -> None:
         """Skip the step on all ranks. The engine counts, reports and, after `max_skipped`, raises it."""
@@ -348,5 +403,5 @@ def _accepted(options: Options) -> Options:
     return cast(Options, given)
 
 
-def _is_finite(grad: Tensor | None) -> bool:
-    return grad is None or all_finite(grad._values() if grad.is_sparse else grad)
+def _is_finite(grad: Tensor) -> bool:
+    return all_finite(grad._values() if grad.is_sparse else grad)

@@ -61,15 +61,28 @@ class LocalUpdates:
         """Whether parameters differ from rank to rank."""
         return bool(self.steps or self._local)
 
-    def begin(self, parameters: Mapping[str, Tensor], buckets: Sequence[Bucket], optimizer: Optimizer) -> None:
-        """Begin a round; parameters that are not at θ_local are the same on all ranks."""
+    def begin(
+        self,
+        named: Mapping[str, Tensor],
+        parts: Mapping[str, Tensor],
+        buckets: Sequence[Bucket],
+        optimizer: Optimizer,
+    ) -> None:
+        """Begin a round; parameters that are not at θ_local are the same on all ranks.
+
+        Args:
+            named: the parameters by name.
+            parts: what this rank has of them.
+            buckets: those of the round.
+            optimizer: this rank's.
+        """
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._parameters, self._buckets = dict(parameters), tuple(buckets)
-        self._group_of = {name: groups[id(p)] for name, p in parameters.items()}
+        self._parameters, self._buckets = {name: parts[name] for name in named}, tuple(buckets)
+        self._group_of = {name: groups[id(p)] for name, p in named.items()}
         self._factors = [1.0] * len(optimizer.param_groups)
         self._common = {
             name: self._common[name] if name in self._local else self._copy(name, p)
-            for name, p in parameters.items()
+            for name, p in self._parameters.items()
         }
 
     def _copy(self, name: str, parameter: Tensor) -> Tensor:
@@ -192,24 +205,27 @@ def _locally(optimizer: Optimizer, lr_scale: float) -> Iterator[None]:
 
 
 @torch.no_grad()
-def average_state(comm: Communicator, gradients: BucketedGradients, optimizer: Optimizer, key: str) -> None:
+def average_state(
+    comm: Communicator, gradients: BucketedGradients, states: Mapping[str, Mapping[str, Any]], key: str, owner: str
+) -> None:
     """Average one kind of optimizer state, such as "exp_avg_sq", over all ranks. All ranks call it together.
 
     Args:
         comm: the ranks.
         gradients: the parameters in buckets, whose memory is used; no step may be under way.
-        optimizer: whose state it is.
+        states: the optimizer's, by the name of the parameter; of a sharded one, this rank's part.
         key: the name of the state, which has the shape of its parameter.
+        owner: the name of the optimizer.
     """
-    held = {name: optimizer.state.get(gradients.parameters[name], {}).get(key) for name in gradients.names}
+    held = {name: states.get(name, {}).get(key) for name in gradients.names}
     found = {name: state for name, state in held.items() if state is not None}
     problem = None
     for name, state in found.items():
         if not isinstance(state, Tensor) or state.shape != gradients.parameters[name].shape:
             problem = f"averaged_state: {key!r} of {name} does not have the shape of the parameter"
-    if not found and optimizer.state:
-        known = sorted({known for state in optimizer.state.values() for known in state})
-        problem = f"averaged_state: {type(optimizer).__name__} has no {key!r}; choose from {', '.join(known)}"
+    if not found and states:
+        known = sorted({known for state in states.values() for known in state})
+        problem = f"averaged_state: {owner} has no {key!r}; choose from {', '.join(known)}"
     agree(comm, {f"parameters with {key}": list(found)}, problem)
     for bucket in gradients.buckets:
         if not found.keys().isdisjoint(bucket.names):

@@ -47,10 +47,15 @@ class WrappedOptimizer(TrainerFrontEnd, Optimizer):
         self._named = name_parameters(optimizer, named_parameters)
         self._known = {id(parameter) for parameter in self._named.values()}
         check_supported(self._named.items(), model)
-        self._gradients = BucketedGradients(self._named, buckets, dtype)
+        self._parts = {name: self._part(parameter) for name, parameter in self._named.items()}
+        self._gradients = BucketedGradients(self._parts, buckets, dtype)
         return describe(self._named) | {"buckets": self._gradients.buckets}
 
     __repr__ = Optimizer.__repr__  # the groups, as of any optimizer
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a parameter, a gradient or a buffer: all of it, unless the model is sharded."""
+        return tensor
 
     def _link(self) -> None:
         """Groups and state are those of the inner optimizer, not copies."""
@@ -89,11 +94,13 @@ class WrappedOptimizer(TrainerFrontEnd, Optimizer):
             except Exception:
                 del groups[number:]
                 raise
-            self._gradients.extend(new)
+            parts = {name: self._part(parameter) for name, parameter in new.items()}
+            self._gradients.extend(parts)
             self._named |= new
+            self._parts |= parts
             self._known |= {id(parameter) for parameter in new.values()}
             self._buckets_changed()
-            self.run(lambda comm: broadcast_tensors(comm, new))
+            self._engine.run(lambda comm: broadcast_tensors(comm, parts), replicas=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and under "oktopk" what this rank keeps back: every rank saves its own."""
@@ -116,7 +123,8 @@ class WrappedOptimizer(TrainerFrontEnd, Optimizer):
         tensors: dict[str, Tensor] = dict(self._named)
         if model is not None:
             tensors |= dict(model.named_parameters()) | dict(model.named_buffers())
-        self.run(lambda comm: broadcast_tensors(comm, tensors))
+        parts = {name: self._part(tensor) for name, tensor in tensors.items()}
+        self._engine.run(lambda comm: broadcast_tensors(comm, parts), replicas=True)
 
     @property
     def schedule(self) -> list[tuple[int, float | None]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oktopk.algorithms import ALGORITHMS
 from oktopk.engine.autotune import plan_warmup
 from oktopk.tools.race.attach import ATTACH
-from oktopk.tools.race.contenders import LOCAL, OURS, TORCH, parse_contender
+from oktopk.tools.race.contenders import HSDP, LOCAL, OURS, TORCH, parse_contender
 from oktopk.tools.race.spec import FULL, QUALITY, TIMING, Cell, Race, RaceError, Spec, Target, parse_target
 from oktopk.wire.message import VALUE_CODES
 
@@ -83,7 +83,7 @@ def test_a_density_by_measurement_and_a_warm_up_by_length() -> None:
 
 
 def test_every_kind_can_be_attached() -> None:
-    names = [f"{kind}:2" if kind == "accumulate" else kind for kind in (*TORCH, *ALGORITHMS, LOCAL)]
+    names = [f"{kind}:2" if kind == "accumulate" else kind for kind in (*TORCH, *ALGORITHMS, LOCAL, HSDP)]
     assert {parse_contender(name).kind for name in names} == set(ATTACH)
     assert parse_contender("topka").kind == OURS
 

@@ -73,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "step; an algorithm of oktopk with any settings, like "
         f"oktopk:density=0.05:values=fp16:warmup_steps=10:auto=False ({ours}; without settings, "
         "the defaults of OkTopkState); local, which averages the updates of every rank's own optimizer, like "
-        "local:density=0.01:values=fp16 (without settings, the defaults of LocalOptimizer). Any of them takes "
-        "lr=FACTOR for its learning rate",
+        "local:density=0.01:values=fp16 (without settings, the defaults of LocalOptimizer); hsdp-native:S and "
+        "hsdp:S:density=0.01, models that FSDP2 shards over S ranks. Any of them takes lr=FACTOR for its "
+        "learning rate",
     )
     parser.add_argument(
         "--link", default="100mbit", metavar="RATE,…",
@@ -84,6 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0", metavar="S,T,…", help="seeds (default: 0)")
     add_alias(parser, "--seed", "seeds")
     parser.add_argument("--ranks", type=parse_whole, default=2, metavar="N", help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--ranks-per-host", type=parse_whole, default=1, metavar="N", help="ranks on each host (default: 1)"
+    )
     end = parser.add_mutually_exclusive_group()
     end.add_argument(
         "--target",
@@ -243,14 +247,19 @@ def _make_race(options: argparse.Namespace) -> Race:
             raise RaceError(f"--{name} must be above 0, got {value:g}")
     if options.ranks < 2:
         raise RaceError(f"--ranks must be at least 2, got {options.ranks}: one rank has nothing to send")
-    if options.ranks > MAX_HOSTS and any(map(needs_lab, split_list(options.link))):
+    per_host = options.ranks_per_host
+    if per_host < 1 or options.ranks % per_host or options.ranks == per_host > 1:
+        raise RaceError(
+            f"--ranks-per-host is {per_host}: --ranks, {options.ranks}, must be a multiple of it, and larger"
+        )
+    if options.ranks // per_host > MAX_HOSTS and any(map(needs_lab, split_list(options.link))):
         raise RaceError(f"--link makes a network of at most {MAX_HOSTS} hosts, and --ranks is {options.ranks}")
     if options.composed and options.seconds is not None:
         raise RaceError("--composed trains to a --target or to the last step: leave out --seconds")
     target = None if options.target is None else parse_target(options.target)
     return Race(
         _make_config(options), options.ranks, options.steps, options.seconds, target, options.val_every_steps,
-        options.timing_steps,
+        options.timing_steps, ranks_per_host=per_host,
     )  # fmt: skip
 
 

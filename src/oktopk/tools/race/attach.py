@@ -22,7 +22,7 @@ from oktopk.frontends.local import LocalOptimizer
 from oktopk.metrics.events import DENSE, SPARSE
 from oktopk.tools.hooks import BF16, FP16, HOOKS, ONE_BUCKET, POWERSGD, register_power_sgd
 
-from .contenders import ACCUMULATE, LOCAL, OF_LOCAL, OURS, Contender
+from .contenders import ACCUMULATE, HSDP, LOCAL, NATIVE, OF_LOCAL, OURS, Contender
 
 RAMP, LOW_RANK = "ramp", "low-rank"
 """Phases besides dense and sparse: the density still falls; PowerSGD compresses."""
@@ -85,6 +85,10 @@ class Attached:
     def localize(self) -> None:
         """Go on as if nothing had been validated or saved."""
 
+    def whole_model(self) -> nn.Module:
+        """The model to validate, with all of its parameters on every rank; collective."""
+        return self.network
+
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, and under "oktopk" what this rank needs besides to resume."""
         return {**self.optimizer.state_dict(), "oktopk": {}}
@@ -124,7 +128,7 @@ class _PowerSgd(Attached):
         return self._ring(self.parameters if self.phase(step) == DENSE else self._compressed - before)
 
 
-class _FrontEnd(Attached):
+class FrontEndAttached(Attached):
     """One of ours: what it reports is in its events."""
 
     front: FrontEnd
@@ -155,7 +159,7 @@ class _FrontEnd(Attached):
         self.front.close()
 
 
-class _Ours(_FrontEnd):
+class _Ours(FrontEndAttached):
     """DDP with our hook."""
 
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
@@ -170,7 +174,7 @@ class _Ours(_FrontEnd):
         super().load_state_dict(state_dict)
 
 
-class _Local(_FrontEnd):
+class _Local(FrontEndAttached):
     """The model without DDP, and an optimizer of every rank whose updates are averaged."""
 
     front: LocalOptimizer
@@ -209,7 +213,16 @@ ATTACH: dict[str, Callable[[Contender, nn.Module, Optimizer], Attached]] = {
     POWERSGD: _PowerSgd,
     OURS: _Ours,
     LOCAL: _Local,
+    HSDP: lambda *model: _sharded("SparseHsdp", *model),
+    NATIVE: lambda *model: _sharded("NativeHsdp", *model),
 }
+
+
+def _sharded(kind: str, contender: Contender, network: nn.Module, optimizer: Optimizer) -> Attached:
+    from . import hsdp  # imports FSDP, which takes its time
+
+    attached: Attached = getattr(hsdp, kind)(contender, network, optimizer)
+    return attached
 
 
 def attach(contender: Contender, network: nn.Module, optimizer: Optimizer) -> Attached:
@@ -219,7 +232,7 @@ def attach(contender: Contender, network: nn.Module, optimizer: Optimizer) -> At
 
 def compiles(contender: Contender) -> bool:
     """Whether the contender has kernels that Numba compiles on first use."""
-    return contender.kind in (OURS, LOCAL)
+    return contender.kind in (OURS, LOCAL, HSDP)
 
 
 def rehearse(contender: Contender, network: nn.Module) -> None:
@@ -238,7 +251,8 @@ def rehearse(contender: Contender, network: nn.Module) -> None:
     options = {name: value for name, value in contender.options.items() if name not in OF_LOCAL}
     options |= {"ramp_steps": 0, "auto": False}
     stepping = SGD(stand_in.parameters(), lr=0.01)
-    attached = attach(replace(contender, warmup_steps=1, options=options), stand_in, stepping)
+    kind = OURS if contender.kind == HSDP else contender.kind  # FSDP would replace what forward() uses
+    attached = attach(replace(contender, kind=kind, warmup_steps=1, options=options), stand_in, stepping)
     random = torch.Generator().manual_seed(dist.get_rank())
     try:
         for _ in range(_REHEARSED):

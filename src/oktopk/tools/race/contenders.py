@@ -1,7 +1,7 @@
 """The contenders by name: PyTorch's own, and ours with any settings.
 
     ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
-    local:density=0.01:average_state_every=50
+    local:density=0.01:average_state_every=50   hsdp-native:2   hsdp:2:density=0.01
     oktopk:density=auto:budget=0.2:warmup_steps=None:total_steps=500:warmup_values=fp16
 
 A new front end is a new kind: an entry of TORCH here, and of `attach.ATTACH`.
@@ -27,9 +27,10 @@ from oktopk.wire.codecs import VALUE_CODES
 
 from .spec import RaceError
 
-ACCUMULATE, OURS, LOCAL = "accumulate", "ours", "local"
-TORCH = (DDP, FP16, BF16, POWERSGD, ACCUMULATE)
-"""What the name of a contender begins with, unless it is one of our algorithms, or LOCAL."""
+ACCUMULATE, OURS, LOCAL, HSDP, NATIVE = "accumulate", "ours", "local", "hsdp", "hsdp-native"
+TORCH = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, NATIVE)
+"""What the name of a contender begins with, unless it is one of our algorithms, LOCAL or HSDP."""
+_SHARDS = 2
 _LR, _START, _BUCKETS, _PATTERNS, _ALGORITHM = "lr", "start", "buckets", "dense", "algorithm"
 _STATE_EVERY, _STATE = "average_state_every", "averaged_state"
 OF_LOCAL = (_STATE_EVERY, _STATE, "local_parameters", "lr_scale")
@@ -38,7 +39,7 @@ _NOT_LOCAL = ("momentum", "norm_clip")
 _MAIN = ("density", "warmup_steps", "norm_clip", "auto")
 _DEFAULTS = {
     kind: {name: known.default for name, known in inspect.signature(front).parameters.items() if name in _MAIN}
-    for kind, front in ((OURS, OkTopkState), (LOCAL, LocalOptimizer))
+    for kind, front in ((OURS, OkTopkState), (LOCAL, LocalOptimizer), (HSDP, OkTopkState))
 }
 POWERSGD_START = 20
 
@@ -49,7 +50,9 @@ class Contender:
 
     name: str
     kind: str
-    """A name of torch's hooks, `accumulate`, OURS (gradients are averaged), or LOCAL (updates are)."""
+    """A name of torch's hooks, `accumulate`, NATIVE, OURS or HSDP (gradients are averaged), or LOCAL (updates)."""
+    shards: int = 1
+    """Ranks of a replica, of a sharded model."""
     rank: int = 1
     """Rank of PowerSGD."""
     passes: int = 1
@@ -60,7 +63,7 @@ class Contender:
     """Dense steps before compression."""
     algorithm: Algorithm | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of OkTopkState, or of LocalOptimizer."""
+    """Keywords of OkTopkState, FsdpState or LocalOptimizer."""
 
     @property
     def settings(self) -> Settings | None:
@@ -92,22 +95,27 @@ def parse_contender(text: str) -> Contender:
     'fp16'
     """
     head, *words = text.strip().split(":")
-    if head not in (*TORCH, LOCAL) and head not in ALGORITHMS:
+    if head not in (*TORCH, LOCAL, HSDP) and head not in ALGORITHMS:
         problem = ALGORITHMS.problem(head)
         if isinstance(problem, PluginError):
             raise RaceError(str(problem)) from problem
-        raise RaceError(f"unknown contender {head!r}: {hint(head, [*TORCH, *ALGORITHMS.names(), LOCAL])}")
+        raise RaceError(f"unknown contender {head!r}: {hint(head, [*TORCH, *ALGORITHMS.names(), LOCAL, HSDP])}")
     counts = [word for word in words if "=" not in word]
     try:
         given = dict(parse_setting(word, _known_keys(head)) for word in words if "=" in word)
     except SettingError as error:
         raise RaceError(f"{text}: {error}") from error
     lr = _positive(text, _LR, given.pop(_LR, 1.0))
+    if head == HSDP:
+        kind, shards = HSDP, _shards(text, counts)
+        return replace(_parse_ours(text, kind, _algorithm(text, head, given), lr, given), shards=shards)
     if head in ALGORITHMS or head == LOCAL:
         if counts:
             more = f"; did you mean values={counts[0]}?" if counts[0] in VALUE_CODES else ""
             raise RaceError(f"{text}: settings have the form key=value, got {counts[0]!r}{more}")
         return _parse_ours(text, LOCAL if head == LOCAL else OURS, _algorithm(text, head, given), lr, given)
+    if head == NATIVE:
+        return Contender(text, head, lr=lr, shards=_shards(text, counts))
     if len(counts) > (head in (POWERSGD, ACCUMULATE)):
         raise RaceError(f"{text}: {counts[-1]!r} is not understood; settings have the form key=value")
     if head in HOOKS:
@@ -121,9 +129,15 @@ def parse_contender(text: str) -> Contender:
     return Contender(text, head, passes=passes, lr=lr)
 
 
+def _shards(text: str, counts: list[str]) -> int:
+    if len(counts) > 1:
+        raise RaceError(f"{text}: {counts[-1]!r} is not understood; settings have the form key=value")
+    return _whole(text, "the number of shards", (counts or [str(_SHARDS)])[0], 1)
+
+
 def _algorithm(text: str, head: str, given: dict[str, Any]) -> Algorithm:
     """The algorithm of one of ours: its name is the contender's, or a setting of a local one."""
-    name = str(given.pop(_ALGORITHM, "oktopk")) if head == LOCAL else head
+    name = str(given.pop(_ALGORITHM, "oktopk")) if head in (LOCAL, HSDP) else head
     if name not in ALGORITHMS:
         raise RaceError(f"{text}: unknown algorithm {name!r}: {hint(name, ALGORITHMS.names())}")
     return ALGORITHMS[name]()
@@ -168,8 +182,10 @@ def _known_keys(head: str) -> list[str]:
     settings = [item.name for item in fields(Settings) if item.name != _ALGORITHM]
     if head in ALGORITHMS:
         return [_LR, *settings, _BUCKETS, *_constants(ALGORITHMS[head]())]
-    if head == LOCAL:
+    if head in (LOCAL, HSDP):
         constants = {name: None for algorithm in ALGORITHMS.values() for name in _constants(algorithm())}
+        if head == HSDP:
+            return [_LR, _ALGORITHM, *settings, *constants]
         useful = [name for name in settings if name not in _NOT_LOCAL]
         return [_LR, _ALGORITHM, *useful, _BUCKETS, *OF_LOCAL, *constants]
     return [_LR, _START] if head == POWERSGD else [_LR]

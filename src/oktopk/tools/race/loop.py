@@ -207,14 +207,16 @@ class CellLoop:
     def _validate(self) -> str | None:
         """Validate on every sample once, sharded over the ranks; returns what that ends, if anything."""
         self.attached.synchronize()
-        check_replicas(self.comm, self.network, f"step {self.done.step}")
+        network = self.task.model = self.attached.whole_model()
+        check_replicas(self.comm, network, f"step {self.done.step}")
         self._buffers.save()
-        average_buffers(self.comm, self.network)
-        self.network.eval()
+        average_buffers(self.comm, network)
+        network.eval()
         tally = self.task.validate()
-        self.network.train()
+        network.train()
         self._buffers.restore()
         self.attached.localize()
+        self.task.model = self.network
         sums: dict[str, float] = {}
         for of_rank in gather_json(self.comm, tally.sums, "validation"):
             for name, amount in of_rank.items():

@@ -79,7 +79,7 @@ def run_cells(
     check_race(out, race)
     failures: list[Failure] = []
     once = _Once(show)
-    with _Runner(race.ranks, timeout) as runner:
+    with _Runner(race.ranks, race.ranks_per_host, timeout) as runner:
         for number, cell in enumerate(cells, start=1):
             folder = CellFolder(out / CELLS / cell.name)
             where = f"{number} of {len(cells)}: {cell}"
@@ -110,8 +110,8 @@ def _keep_error(folder: CellFolder, error: Exception) -> str:
 class _Runner:
     """Runs jobs on loopback, or in a lab that is built when the first cell needs it."""
 
-    def __init__(self, ranks: int, timeout: float) -> None:
-        self._ranks, self._timeout = ranks, timeout
+    def __init__(self, ranks: int, ranks_per_host: int, timeout: float) -> None:
+        self._ranks, self._ranks_per_host, self._timeout = ranks, ranks_per_host, timeout
         self._stack = contextlib.ExitStack()
         self._lab: Lab | None = None
 
@@ -120,7 +120,8 @@ class _Runner:
             run_on_loopback(command, self._ranks, self._timeout)
             return
         if self._lab is None:
-            self._lab = self._stack.enter_context(Lab(self._ranks))
+            hosts = self._ranks // self._ranks_per_host
+            self._lab = self._stack.enter_context(Lab(hosts, ranks_per_host=self._ranks_per_host))
         self._lab.set_rate(link)
         self._lab.run(command, timeout=self._timeout)
 

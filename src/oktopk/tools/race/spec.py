@@ -78,6 +78,7 @@ class Race:
     """Steady steps of a timing cell."""
     save_seconds: float = 300.0
     """Clock between checkpoints."""
+    ranks_per_host: int = 1
 
 
 @dataclass(frozen=True)
