@@ -26,7 +26,7 @@ from .wire.sparse_vector import SparseVector
 if TYPE_CHECKING:
     from .tools.frames import load_run, load_sweep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ALGORITHMS",
