@@ -3,12 +3,13 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet wheel-smoke check bench clean
+.PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet dist wheel-smoke integrations check bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s  %s\n", $$1, $$2 }' Makefile
 
 demo: out := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(INSTALLED) ## train a small speech recogniser on two ranks of this machine, and report what was sent
@@ -26,6 +27,10 @@ seeds: $(INSTALLED) ## all property tests with 20 hypothesis seeds
 	for seed in $$(seq 0 19); do \
 		env -u CI $(BIN)/python -m pytest -m property -n 2 -q --hypothesis-seed=$$seed $(ARGS) || exit; \
 	done
+
+integrations: export OMP_NUM_THREADS := 1
+integrations: $(INTEGRATIONS)/.installed ## test oktopk inside Lightning, transformers, Accelerate, Ray, wandb and MLflow
+	$(INTEGRATIONS)/bin/python -m pytest integrations_tests -n 2 --dist worksteal $(ARGS)
 
 elastic kills: export OMP_NUM_THREADS := 1
 elastic: $(INSTALLED) ## let a job of torchrun lose one of four hosts, and gain another
@@ -51,6 +56,11 @@ soak: $(INSTALLED) ## 20,000 steps through all that a long run meets, in 10 to 2
 meet: export OMP_NUM_THREADS := 1
 meet: $(INSTALLED) ## 64 processes meet, 128 ranks on threads reduce, and a message has more than 2 GiB
 	$(BIN)/python -m stress.meet $(ARGS)
+
+dist: $(INSTALLED) ## build the source distribution and the wheel in dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m tests.support.wheel.building dist
+	$(BIN)/python -m twine check --strict dist/*
 
 wheel-smoke: $(INSTALLED) ## install the wheel in empty environments, for each Python that is here; needs the network
 	$(BIN)/python -m tests.support.wheel.every_python $(ARGS)
@@ -78,12 +88,19 @@ bench: $(INSTALLED) ## run the benchmarks one after another, for some hours; som
 	$(BIN)/python benchmarks/hierarchical.py
 	$(BIN)/python benchmarks/judge.py
 
-clean: ## remove caches and build products; .venv stays
+clean: ## remove caches and build products; environments stay
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv, which takes some minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,examples,dev]'
+	touch $@
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	@echo "installing into $(INTEGRATIONS), which takes some minutes"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt -e '.[integrations,examples]' \
+		pytest pytest-timeout pytest-xdist
 	touch $@
