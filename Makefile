@@ -3,12 +3,14 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INTEGRATIONS := .venv-integrations
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet hsdp wheel-smoke check bench clean
+.PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet hsdp dist wheel-smoke integrations
+.PHONY: check bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s  %s\n", $$1, $$2 }' Makefile
 
 demo: out := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: $(INSTALLED) ## train a small speech recogniser over a slow link, dense and with oktopk, for the same time
@@ -25,6 +27,10 @@ seeds: $(INSTALLED) ## all property tests with 20 hypothesis seeds
 	for seed in $$(seq 0 19); do \
 		env -u CI $(BIN)/python -m pytest -m property -n 2 -q --hypothesis-seed=$$seed $(ARGS) || exit; \
 	done
+
+integrations: export OMP_NUM_THREADS := 1
+integrations: $(INTEGRATIONS)/.installed ## test oktopk inside Lightning, transformers, Accelerate, Ray, wandb and MLflow
+	$(INTEGRATIONS)/bin/python -m pytest integrations_tests -n 2 --dist worksteal $(ARGS)
 
 elastic kills: export OMP_NUM_THREADS := 1
 elastic: $(INSTALLED) ## let a job of torchrun lose one of four hosts, and gain another
@@ -55,6 +61,11 @@ hsdp: export OMP_NUM_THREADS := 1
 hsdp: $(INSTALLED) ## HSDP on 8 ranks in fp16, with tensor parallelism, for 200 steps, and with a killed rank
 	$(BIN)/python -m stress.hsdp $(ARGS)
 
+dist: $(INSTALLED) ## build the source distribution and the wheel in dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m tests.support.wheel.building dist
+	$(BIN)/python -m twine check --strict dist/*
+
 wheel-smoke: $(INSTALLED) ## install the wheel in empty environments, for each Python that is here; needs the network
 	$(BIN)/python -m tests.support.wheel.every_python $(ARGS)
 
@@ -81,12 +92,19 @@ bench: $(INSTALLED) ## run the benchmarks one after another, for some hours; som
 	$(BIN)/python benchmarks/hierarchical.py
 	$(BIN)/python benchmarks/judge.py
 
-clean: ## remove caches and build products; .venv stays
+clean: ## remove caches and build products; environments stay
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv, which takes some minutes"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,examples,dev]'
+	touch $@
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	@echo "installing into $(INTEGRATIONS), which takes some minutes"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -c constraints.txt -e '.[integrations,examples]' \
+		pytest pytest-timeout pytest-xdist
 	touch $@

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: hook the prepared model; save_state() and load_state() include the state of every rank.
+"""Hugging Face Accelerate: one line for the prepared model; save_state() and load_state() include all ranks.
 
 python examples/accelerate.py
 torchrun --nproc-per-node 2 examples/accelerate.py --out run
@@ -8,39 +8,35 @@ torchrun --nproc-per-node 2 examples/accelerate.py --out run --resume     # as m
 from __future__ import annotations
 
 import sys
-from itertools import cycle, islice
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from common import accuracy, digits, join_or_be_alone, network, options, summary
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-import oktopk
 from oktopk.metrics.sinks import MemorySink
 
 sys.path.pop(0)  # this folder: without it, "accelerate" is the package and not this file
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration
+
+from oktopk.integrations.accelerate import register
 
 
-def save_with(accelerator: Accelerator, state: oktopk.OkTopkState) -> None:
-    """Make the state a part of the accelerator's checkpoints.
-
-    register_for_checkpointing() is not enough: it only writes the state of the first rank.
-    These hooks run on all ranks.
-    """
-
-    name = f"oktopk-rank{accelerator.process_index}.pt"
-
-    def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        torch.save(state.state_dict(), Path(folder) / name)
-
-    def load(models: list[Any], folder: str) -> None:
-        state.load_state_dict(torch.load(Path(folder) / name, weights_only=True))
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+def batches(loader: DataLoader, steps: range) -> Iterator[list[Tensor]]:
+    """The batches of these steps, whatever a run before this one has used."""
+    epoch, done = divmod(steps.start, len(loader))
+    while True:
+        loader.set_epoch(epoch)
+        for batch in skip_first_batches(loader, done):
+            if steps.start == steps.stop:
+                return
+            steps = steps[1:]
+            yield batch
+        epoch, done = epoch + 1, 0
 
 
 def main() -> None:
@@ -50,7 +46,8 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     join_or_be_alone()  # otherwise a lone process gets no DDP model, and has nothing to hook
-    accelerator = Accelerator(cpu=True)
+    # The seedable sampler: all ranks shuffle alike, and a run that resumes shuffles as the one before.
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
 
     train, test = digits()
     plain, sgd = network(), torch.optim.SGD
@@ -58,18 +55,18 @@ def main() -> None:
         plain, sgd(plain.parameters(), lr=0.1, momentum=0.9), DataLoader(train, batch_size=32, shuffle=True)
     )
     memory = MemorySink()
-    state = oktopk.OkTopkState(
+    state = register(
+        accelerator, model, optimizer,
         density=chosen.density,
         warmup_steps=chosen.warmup_steps,
         auto=False,  # the default is to go back to dense where that is faster: here, on one host, it is
         sinks=[memory],
-    ).register(model, optimizer)
-    save_with(accelerator, state)
+    )  # fmt: skip
     if chosen.resume:
         accelerator.load_state(str(chosen.out))
         accelerator.print(f"goes on from step {state.step}")
 
-    for x, y in islice(cycle(loader), chosen.steps):
+    for x, y in batches(loader, range(state.step, state.step + chosen.steps)):
         optimizer.zero_grad()
         accelerator.backward(cross_entropy(model(x), y))
         optimizer.step()

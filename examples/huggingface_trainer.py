@@ -1,4 +1,4 @@
-"""transformers.Trainer: a callback that hooks the DDP model and adds every rank's state to the checkpoints.
+"""transformers.Trainer: a callback for it. Checkpoints have the state of every rank.
 
 A tiny, randomly initialised BERT reads the 64 pixels of a digit as words and classifies the digit. Nothing is
 downloaded.
@@ -13,44 +13,20 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import digits, join_or_be_alone, options, summary
 from torch.utils.data import TensorDataset
 
-import oktopk
 from oktopk.metrics.sinks import MemorySink
 
 sys.path.pop(0)  # this folder: transformers needs the package "accelerate", and there is an accelerate.py here
 os.environ["HF_HUB_OFFLINE"] = "1"
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-
-class OkTopkCallback(TrainerCallback):
-    """Sparse gradients for a Trainer. Takes the keywords of oktopk.OkTopkState."""
-
-    def __init__(self, trainer: Trainer, resume_from: str | None = None, **settings: Any) -> None:
-        self.trainer, self.resume_from, self.settings = trainer, resume_from, settings
-        self.state: oktopk.OkTopkState | None = None
-
-    def on_train_begin(self, args: TrainingArguments, *_: Any, optimizer: Any, **__: Any) -> None:
-        # The model that callbacks are given is the bare one; the trainer has the one in DDP.
-        self.state = oktopk.OkTopkState(**self.settings).register(self.trainer.model_wrapped, optimizer)
-        if self.resume_from is not None:
-            self.state.load_state_dict(torch.load(self.file(self.resume_from), weights_only=True))
-
-    def on_save(self, args: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:  # runs on all ranks
-        torch.save(self.state.state_dict(), self.file(f"{args.output_dir}/checkpoint-{state.global_step}"))
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.state.close()
-
-    def file(self, checkpoint: str) -> Path:
-        return Path(checkpoint) / f"oktopk-rank{dist.get_rank()}.pt"
+from oktopk.integrations.huggingface import OkTopkCallback
 
 
 def as_text(data: TensorDataset) -> list[dict[str, torch.Tensor]]:
@@ -92,7 +68,6 @@ def main() -> None:
     trainer.add_callback(
         OkTopkCallback(
             trainer,
-            resume_from=last,
             density=chosen.density,
             warmup_steps=chosen.warmup_steps,
             auto=False,  # the default is to go back to dense where that is faster: here, on one host, it is

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .frontends.fsdp.state import FsdpState
     from .tools.frames import load_run, load_sweep
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ALGORITHMS",

@@ -1,93 +1,21 @@
 """The examples do what they say: they learn, mostly by sparse steps, and resume.
 
-They run on several ranks; two of them also alone, which they all do by the same function.
+They run on several ranks; two of them also alone, which they all do by the same function. Those with frameworks are
+tested in integrations_tests.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from oktopk.tools.report import build_report, read_run
-from tests.support.paths import ROOT
+from tests.support.examples import EXAMPLES, SECONDS, check, parse, run, states
 
-EXAMPLES = ROOT / "examples"
-SECONDS = 200
-"""For one run: most take about six, half of it imports; but a busy machine is not a bug."""
 pytestmark = pytest.mark.timeout(3 * SECONDS)
-FRAMEWORKS = {"accelerate": 60.0, "huggingface_trainer": 40.0, "lightning": 60.0}
-"""The least accuracy, in percent, after the first of two runs; guessing gives 10."""
-
-
-class Summary(NamedTuple):
-    """What an example prints at its end."""
-
-    ranks: int
-    accuracy: float
-    dense: int
-    sparse: int
-    skipped: int
-    sent: dict[str, float]
-    """Kilobytes per step, by phase."""
-    ratio: float
-
-
-def run(name: str, *options: object, ranks: int | None = None) -> str:
-    """The output of an example: alone, or started by torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *map(str, options)]
-    # A session of its own: with the launcher, its ranks end too.
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 0, f"{out}\n{err}"
-    return out
-
-
-def parse(text: str) -> Summary:
-    def find(pattern: str) -> list[str]:
-        match = re.search(pattern, text, re.MULTILINE)
-        assert match, text
-        return list(match.groups())
-
-    dense, sparse, skipped = map(int, find(r"^steps +(\d+) dense, (\d+) sparse, (\d+) of them skipped$"))
-    sent = {phase: float(size) for size, phase in re.findall(r"([\d.]+) kB in a (dense|sparse) step", text)}
-    (ranks,), (accuracy,) = find(r"^ranks +(\d+)$"), find(r"^accuracy +([\d.]+) %")
-    return Summary(
-        int(ranks), float(accuracy), dense, sparse, skipped, sent, float(find(r"^compression +(\d+)")[0])
-    )
-
-
-def check(summary: Summary, ranks: int, steps: tuple[int, int], accuracy: float, ratio: int = 100) -> None:
-    """`ratio` is 1 / density."""
-    assert (summary.ranks, summary.dense, summary.sparse) == (ranks, *steps)
-    assert summary.accuracy >= accuracy
-    assert 0.6 * ratio < summary.ratio < 1.5 * ratio
-    if ranks == 1:
-        assert not summary.sent
-    elif summary.dense:
-        assert 0 < summary.sent["sparse"] < 0.1 * summary.sent["dense"]
-
-
-def states(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    """What oktopk keeps, of all ranks."""
-    return [torch.load(file, weights_only=True) for file in sorted(folder.glob(pattern))]
 
 
 def test_the_table_names_every_example() -> None:
@@ -190,17 +118,3 @@ def test_elastic_goes_on_by_itself_with_another_number_of_ranks(tmp_path: Path) 
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-00000075", "step-00000100", "step-00000120"]
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_frameworks_save_and_resume_every_rank(name: str, tmp_path: Path) -> None:
-    """A second run needs no warm-up, and goes on counting: it has loaded what each rank had saved."""
-    options = ["--out", tmp_path, "--density", 0.05]
-    check(parse(run(name, *options, "--steps", 100, ranks=2)), 2, (20, 80), FRAMEWORKS[name], ratio=20)
-    check(parse(run(name, *options, "--steps", 20, "--resume", ranks=2)), 2, (0, 20), FRAMEWORKS[name], ratio=20)
-    folder = tmp_path / "checkpoint-120" if name == "huggingface_trainer" else tmp_path
-    first, second = states(folder, "*oktopk-rank*")
-    assert [(state["rank"], state["world"], state["step"]) for state in (first, second)] == [
-        (0, 2, 120),
-        (1, 2, 120),
-    ]
-    different = [not torch.equal(kept, second["residuals"][key]) for key, kept in first["residuals"].items()]
-    assert any(different)

@@ -20,21 +20,23 @@ else:
     import tomli as tomllib
 
 LIBRARY = "the library"
+INTEGRATIONS = ("accelerate", "huggingface", "lightning", "mlflow", "ray", "wandb")
 PLACES = {  # the first that fits
     "comm/mpi.py": "mpi",
     "tools/doctor/mpi.py": "mpi",
     "kernels/cuda": "cuda",
     "metrics/sinks/tensorboard.py": "train",
+    **{f"integrations/{name}.py": name for name in INTEGRATIONS},
     "train/": "train",
     "cli/commands/data.py": "train",
     "tools/": "report",
     "": LIBRARY,
 }
 """Where a package of an extra may be imported."""
-PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "llvmlite": "numba"}
+PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "llvmlite": "numba", "mlflow": "mlflow-skinny"}
 """Of modules with another name; numba's own has no version that fits but the one numba brings."""
-NOT_IMPORTED = {"mpich"}
-"""The library and the mpiexec that mpi4py needs."""
+NOT_IMPORTED = {"mpi": {"mpich"}, "huggingface": {"accelerate"}, "mlflow": {"alembic", "sqlalchemy"}}
+"""What packages of an extra need: MPI itself, the Trainer of transformers, local databases of MLflow."""
 
 
 def asked_for() -> dict[str, set[str]]:
@@ -82,9 +84,16 @@ def test_the_library_asks_for_what_it_imports() -> None:
 
 @extras
 def test_an_extra_has_what_its_part_imports_beyond_the_library(extra: str) -> None:
-    assert IMPORTED[extra] - ASKED[LIBRARY] == ASKED[extra] - NOT_IMPORTED
+    assert IMPORTED[extra] - ASKED[LIBRARY] == ASKED[extra] - NOT_IMPORTED.get(extra, set())
 
 
-def test_the_extra_of_the_examples_has_what_they_import() -> None:
-    used = {name for path in (ROOT / "examples").glob("*.py") for name in packages(path)}
-    assert used - ASKED[LIBRARY] == ASKED["examples"]
+def test_the_extra_of_integrations_has_all_of_theirs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (own,) = project["optional-dependencies"]["integrations"]
+    assert (Requirement(own).name, Requirement(own).extras) == (project["name"], set(INTEGRATIONS))
+
+
+def test_the_extras_of_the_examples_have_what_they_import() -> None:
+    used = {name for path in (ROOT / "examples").glob("*.py") for name in packages(path)} - ASKED[LIBRARY]
+    frameworks = set().union(*(ASKED[extra] for extra in INTEGRATIONS))
+    assert ASKED["examples"] <= used <= ASKED["examples"] | frameworks

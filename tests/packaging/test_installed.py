@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import tarfile
+from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -44,7 +46,15 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Distributio
 def test_the_source_distribution_has_them_too(built: Distributions) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"src/{name}" for name in sources()} | {"LICENSE", "pyproject.toml"} <= names
+    assert {f"src/{name}" for name in sources()} | {"LICENSE", "README.md", "pyproject.toml"} <= names
+
+
+@pytest.mark.skipif(find_spec("twine") is None, reason="twine is not installed")
+def test_an_index_would_accept_both(built: Distributions) -> None:
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(built.sdist), str(built.wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
 
 
 def smoke(python: Path, kind: str, folder: Path) -> None:

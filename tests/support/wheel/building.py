@@ -1,5 +1,7 @@
 """The wheel as a user gets it, and environments that have it and what it asks for, and nothing else.
 
+`python -m tests.support.wheel.building FOLDER` builds the source distribution and the wheel: `make dist`.
+
 Tests have no network. What an environment needs besides the wheel is linked from the one that runs the tests:
 those packages that pip would install, by what their metadata ask for.
 """
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import venv
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from packaging.utils import canonicalize_name
 
 from tests.support.paths import ROOT
 
-SOURCES = ("LICENSE", "pyproject.toml", "src")
+SOURCES = ("LICENSE", "README.md", "pyproject.toml", "src")
 _SECONDS = 100
 _BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 _NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -132,3 +135,11 @@ def _link(distribution: metadata.Distribution, folder: Path, site: Path) -> None
 def _run(command: list[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="oktopk-dist-") as name:
+        distributions = build(Path(name))
+        Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+        for file in (distributions.sdist, distributions.wheel):
+            print(shutil.copy(file, Path(sys.argv[1]) / file.name))

@@ -24,6 +24,13 @@ STEP_TAGS = {
 BUCKET_TAGS = ("local_density", "global_density", "threshold", "residual_norm", "sent_bytes", "busy_seconds")
 
 
+def step_scalars(event: StepEvent) -> dict[str, Value]:
+    """The curves of a step by name, such as density/local_density."""
+    row = flat_step(event)
+    tags = {f"{group}/{name}": row[name] for group, names in STEP_TAGS.items() for name in names}
+    return {"state/sparse_phase": event.phase == SPARSE, **tags}
+
+
 class TensorBoardSink(Sink):
     """Writes scalars such as volume/sparsity, time/exposed_seconds and bucket 03/threshold.
 
@@ -61,10 +68,7 @@ class TensorBoardSink(Sink):
     def _write(self, event: StepEvent) -> None:
         if event.step % self.every:
             return
-        scalars: dict[str, Value] = {"state/sparse_phase": event.phase == SPARSE}
-        row = flat_step(event)
-        for group, names in STEP_TAGS.items():
-            scalars |= {f"{group}/{name}": row[name] for name in names}
+        scalars = step_scalars(event)
         for reduction in event.reductions:
             row = flat_reduction(reduction)
             scalars |= {f"bucket {reduction.bucket:02d}/{name}": row[name] for name in BUCKET_TAGS}
