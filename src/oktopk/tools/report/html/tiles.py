@@ -8,6 +8,7 @@ from typing import Any
 
 from oktopk.metrics.events import DENSE, SPARSE
 
+from ..analysis.times import GROUPS
 from ..units import format_bytes, format_seconds, percent
 from .comparison import compared_metric
 from .tables import breakable, safe
@@ -18,6 +19,8 @@ SAME = 0.03
 _SHORT = 14
 """Letters of a value in large type."""
 _NOT_KNOWN = "not known"
+_OTHER_MACHINE = 0.2
+"""Difference of forward and backward, which is not that of the exchange, from which times are no verdict on it."""
 _FEW = 5
 """Steps of a phase, below which a comparison of times says how many there were."""
 Run = Mapping[str, Any]
@@ -135,6 +138,13 @@ def _time(run: Run) -> Tile:
     few = [f"{means['steps']} {phase}" for phase, means in phases.items() if means["steps"] < _FEW]
     only_few = f" Only {' and '.join(few)} steps." if few else ""
     detail = f"{format_seconds(seconds[SPARSE])} sparse, {format_seconds(seconds[DENSE])} dense, means of rank 0."
+    compute = [sum(phases[phase]["seconds"][stage] for stage in GROUPS["compute"]) for phase in (SPARSE, DENSE)]
+    if all(compute) and abs(compute[0] / compute[1] - 1) > _OTHER_MACHINE:
+        alone = " and ".join(map(format_seconds, compute))
+        detail, tone = (
+            f"{detail} Forward and backward alone took {alone}: the machine was not equally busy.",
+            PLAIN,
+        )
     if run["now"]["phase"] == DENSE:  # what it went back from
         label, tone = "Sparse steps against dense", PLAIN
     return Tile(label, value, detail + only_few, tone)
