@@ -1,7 +1,7 @@
 """The examples do what they say: they learn, mostly by sparse steps, and resume.
 
-They run on several ranks; two of them also alone, which they all do by the same function. Those with frameworks are
-tested in integrations_tests.
+They run on several ranks; two of them also alone, which they all do by the same function. Those with frameworks
+are tested in integrations_tests.
 """
 
 from __future__ import annotations
@@ -116,5 +116,3 @@ def test_elastic_goes_on_by_itself_with_another_number_of_ranks(tmp_path: Path) 
     assert "begins at step 60 with 1 ranks" in second
     check(parse(second), 1, (0, 60), accuracy=60)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-00000075", "step-00000100", "step-00000120"]
-
-

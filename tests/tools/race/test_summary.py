@@ -15,7 +15,8 @@ from oktopk.cli import main
 from oktopk.tools.race.cells import CELLS, CellFolder, Finished, Point, Step
 from oktopk.tools.race.output import write_outputs
 from oktopk.tools.race.output.figure import draw
-from oktopk.tools.race.output.page import build_page
+from oktopk.tools.race.output.headline import race_tiles
+from oktopk.tools.race.output.page import build_page, links_of
 from oktopk.tools.race.output.tables import csv_text, text
 from oktopk.tools.race.spec import FULL, QUALITY, TIMING, Cell, Race, Spec, Target
 from oktopk.tools.race.summary import build_summary
@@ -175,6 +176,45 @@ def test_a_page_loads_nothing_and_escapes_names() -> None:
     assert "<b>" not in body
     assert "oktopk:&lt;b&gt;" in body
     assert not re.search(r"(src|href)=\"(?!data:)", body)
+
+
+def headline(found: dict[str, Any]) -> dict[str, str]:
+    return {tile.label: tile.value for tile in race_tiles(found, links_of(found))}
+
+
+def test_the_headline_says_who_was_first_on_each_link() -> None:
+    assert headline(document()) == {
+        "Time to val loss <= 2, 1gbit": "3.3× slower than ddp",
+        "Time to val loss <= 2, 100mbit": "10× faster than ddp",
+        "Fewest bytes against dense": "50× fewer",
+        "Trials": "7",
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "value"),
+    [
+        ([[3.0], [3.0]], "not reached"),
+        ([[4, 2], [2.0]], "no clear difference"),  # 1 and 2 s, where ddp takes 1 and 2 s
+        ([[2.0], [3.0]], "1.5 s"),  # only one of its seeds: ddp is alone
+    ],
+)
+def test_the_headline_claims_nothing_that_seeds_do_not_show(losses: list[list[float]], value: str) -> None:
+    ddp = [[4, 2], [2.0]] if value != "not reached" else [[3.0], [3.0]]
+    cells = [cell("ddp", "none", curve, 1.0, seed=seed) for seed, curve in enumerate(ddp)]
+    cells += [cell("oktopk", "none", curve, 1.0, seed=seed) for seed, curve in enumerate(losses)]
+    assert headline(build_summary(TARGET, cells))["Time to val loss <= 2, loopback"] == value
+
+
+def test_seeds_of_a_contender_are_one_line_with_their_range() -> None:
+    page = build_page(document())
+    state = json.loads(re.search(r'id="state">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]
+    traces = state["charts"]["link1-time"]["data"]
+    named = [trace["name"] for trace in traces if trace.get("showlegend", True)]
+    assert sorted(named) == ["ddp", "oktopk:&lt;b&gt;", "powersgd:1"]
+    mean = next(trace for trace in traces if trace["name"] == "ddp" and trace.get("showlegend", True))
+    assert mean["x"] == [1.0, 2.0, 3.0]  # as far as both seeds went
+    assert mean["y"] == [4.0, 3.0, 2.5]
 
 
 def test_csv_has_one_line_per_trial() -> None:

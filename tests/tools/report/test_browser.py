@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import shutil
@@ -13,10 +15,14 @@ from typing import Any
 
 import pytest
 
+from oktopk.tools.race.output.page import build_page as build_race_page
 from oktopk.tools.report import build_report, read_run
+from oktopk.tools.report.csv_tables import chart_rows
+from oktopk.tools.report.html.charts import make_charts
 from oktopk.tools.report.html.live import Server
 from oktopk.tools.report.html.page import build_page
 from tests.support.report_runs import HOSTILE, write_run, write_steps
+from tests.tools.race.test_summary import document
 
 playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium")
@@ -52,14 +58,22 @@ class Visit:
 
     def open(self, address: str) -> None:
         self.page.goto(address)
+        self.page.locator(".chart").first.scroll_into_view_if_needed()  # charts are drawn when they come near
         self.page.wait_for_selector(".chart .main-svg")
 
     def draw_all(self) -> int:
-        """How many charts there are; all of them are drawn."""
+        """How many charts there are; all sections are opened, and all of them are drawn."""
+        self.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
         self.page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        places = "document.querySelectorAll('details[open] .chart, main > .grid .chart')"
+        places = "document.querySelectorAll('.chart')"
         self.until(f"[...{places}].every(place => place.querySelector('.main-svg'))")
         return int(self.page.evaluate(f"{places}.length"))
+
+    def save(self, place: str, kind: str) -> str:
+        """What a button of a chart saves."""
+        with self.page.expect_download() as saved:
+            self.page.locator(f"figure:has({place}) [data-do={kind}]").click()
+        return Path(saved.value.path()).read_text(encoding="utf-8")
 
     def ask(self, expression: str) -> Any:
         return self.page.evaluate(expression)
@@ -93,7 +107,88 @@ def test_it_is_drawn_without_a_word_or_a_request(browser: Any, tmp_path: Path) -
     place.hover()
     visit.page.wait_for_selector("#r0-time .hoverlayer .legendtext, #r0-time .hoverlayer .legend text")
     hovered = visit.ask("document.querySelector('#r0-time .hoverlayer').textContent")
-    assert "forward : 500 ms" in hovered.replace("\u2009", " "), hovered
+    assert "compute : 1,200 ms" in hovered.replace("\u2009", " "), hovered
+
+
+def write_sweep(folder: Path) -> str:
+    runs = {f"{name}-{seed}": {"algorithm": name, "seed": seed, "warmup": 24 if name == "dense" else 4}
+            for name in ("dense", "oktopk") for seed in (0, 1)}  # fmt: skip
+    found = [read_run(write_run(folder / name, **options), name) for name, options in runs.items()]
+    (folder / "sweep.html").write_text(build_page(build_report(found)), encoding="utf-8")
+    return (folder / "sweep.html").as_uri()
+
+
+def write_race(folder: Path) -> str:
+    (folder / "race.html").write_text(build_race_page(document()), encoding="utf-8")
+    return (folder / "race.html").as_uri()
+
+
+def write_own(folder: Path) -> str:
+    """The report of a script that has a sink and no more."""
+    path = write_run(folder / "own") / "metrics.jsonl"
+    lines = [line for line in path.read_text().splitlines(keepends=True) if '"event":"train"' not in line]
+    alone = folder / "alone"
+    alone.mkdir()
+    (alone / "metrics.jsonl").write_text("".join(lines))
+    (folder / "own.html").write_text(build_page(build_report([read_run(alone, "own")])), encoding="utf-8")
+    return (folder / "own.html").as_uri()
+
+
+CLIPPED = """[...document.querySelectorAll('.scroll, .tile, .card, figure, summary, .head')].filter(
+    one => one.scrollWidth > one.clientWidth + 1).map(one => one.outerHTML.slice(0, 200))"""
+OVERLAPPING = """[...document.querySelectorAll('.tiles, .grid, main')].flatMap(parent => {
+    const boxes = [...parent.children].map(one => one.getBoundingClientRect()).filter(box => box.height);
+    return boxes.flatMap((a, i) => boxes.slice(i + 1).filter(b =>
+        a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1));
+}).length"""
+
+
+@pytest.mark.parametrize("write", [write_page, write_sweep, write_race, write_own])
+def test_nothing_overlaps_or_leaves_its_place_on_a_phone(browser: Any, tmp_path: Path, write: Any) -> None:
+    visit = Visit(browser, 400, "dark")
+    visit.open(write(tmp_path))
+    visit.draw_all()
+    for width in (400, 1400):
+        visit.page.set_viewport_size({"width": width, "height": 900})
+        visit.page.wait_for_timeout(300)
+        assert visit.ask("document.documentElement.scrollWidth") <= width
+        assert visit.ask(CLIPPED) == []
+        assert visit.ask(OVERLAPPING) == 0
+        assert visit.ask("document.querySelectorAll('.modebar-container *').length") == 0
+    visit.ask("scrollTo(0, 0)")
+    first = visit.ask("document.querySelector('.tile').getBoundingClientRect().bottom")
+    assert first < 400  # the headline is what one sees first
+    assert visit.said == []
+
+
+def test_every_chart_can_be_saved_with_its_points_and_as_a_picture(browser: Any, tmp_path: Path) -> None:
+    address = write_page(tmp_path, skipped={9: "rank 1: w"})
+    charts = make_charts(build_report([read_run(tmp_path / "run", "run")])["runs"][0])
+    visit = Visit(browser, 1400, "dark")
+    visit.open(address)
+    assert visit.draw_all() == len(charts)
+    for chart in charts:
+        saved = visit.save(f"#r0-{chart.name}", "csv")
+        rows = list(csv.reader(io.StringIO(saved, newline="")))
+        assert [[plain(cell) for cell in row] for row in rows] == [
+            [plain(cell) for cell in row] for row in chart_rows(chart)
+        ], chart.name
+    picture = visit.save("#r0-loss", "svg")
+    assert picture.startswith("<svg")
+    assert "rolling" not in picture
+    assert "training loss" in picture
+    assert visit.said == []
+    assert visit.ask("document.getElementById('r0-loss').layout.yaxis.type") == "log"
+    visit.page.locator("figure:has(#r0-loss) [data-do=scale]").click()
+    assert visit.ask("document.getElementById('r0-loss').layout.yaxis.type") == "linear"
+
+
+def plain(cell: object) -> object:
+    """A cell as a number, if it is one: 5 and 5.0 are the same."""
+    try:
+        return float(str(cell))
+    except ValueError:
+        return str(cell)
 
 
 def test_a_phone_in_the_dark(browser: Any, tmp_path: Path) -> None:
@@ -125,7 +220,6 @@ def test_texts_of_run_files_are_not_executed(browser: Any, tmp_path: Path) -> No
     target.write_text(build_page(build_report(runs)), encoding="utf-8")
     visit = Visit(browser, 1000)
     visit.open(target.as_uri())
-    visit.ask("document.querySelector('details').open = true")
     visit.draw_all()
     assert visit.ask("window.hacked") is None
     assert visit.ask("document.querySelectorAll('img, main script, .chart a[href], .chart b').length") == 0
@@ -142,7 +236,8 @@ def test_a_live_page_follows_the_run_and_keeps_its_zoom(browser: Any, tmp_path: 
             visit.open(server.url)
             visit.ask("window.mark = 1; Plotly.relayout('r0-loss', {'xaxis.range': [1, 3]})")
             write_steps(tmp_path, 6, 9, warmup=2, world=3, buckets=2)
-            visit.page.get_by_text("Of 9 steps so far").wait_for()
+            visit.ask("document.querySelector('.answers details').open = true")
+            visit.page.get_by_text("Of 9 steps so far").wait_for()  # it stays open
             drawn = "document.getElementById('r0-loss')"
             visit.until(f"{drawn}.data[0].x.length === 9")
             assert visit.ask(f"{drawn}.layout.xaxis.range") == [1, 3]

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oktopk.tools.report.html.colours import GREY, series_style
+from oktopk.tools.report.html.colours import GREY
 from oktopk.utils.files import atomic_path
 
 from ..links import link_name
 from ..summary import COMPOSED
-from .page import contenders_of, links_of
+from .page import links_of, styles_of
 from .tables import break_name
 
 if TYPE_CHECKING:
@@ -50,14 +50,15 @@ def draw(document: Document, path: Path) -> None:
 
 
 def _curves(panel: Axes, document: Document, link: str) -> None:
-    order, metric, seen = contenders_of(document), document["metric"], set[str]()
+    styles, metric, seen = styles_of(document), document["metric"], set[str]()
     trials = [trial for trial in document["trials"] if trial["link"] == link]
     composed = {trial["contender"] for trial in trials if trial["how"] == COMPOSED}
+    order = list(styles)
     for trial in sorted(trials, key=lambda trial: order.index(trial["contender"])):
         name = trial["contender"]
         if trial["how"] != COMPOSED and name in composed:
             continue
-        colour, dash = series_style(order.index(name))
+        colour, dash = styles[name]
         points = [(p["seconds"], p["metrics"].get(metric)) for p in trial["curve"]]
         known = [(x, y) for x, y in points if y is not None]
         panel.plot(
@@ -78,9 +79,9 @@ def _outcome(panel: Axes, document: Document, link: str) -> None:
     by_time = document["target"] is not None
     key, digits = ("seconds", ".1f") if by_time else ("final", ".3f")
     rows = [row for row in document["rows"] if row["link"] == link]
-    order = contenders_of(document)
+    styles = styles_of(document)
     for place, row in enumerate(rows):
-        colour, known = series_style(order.index(row["contender"]))[0], row[key]
+        colour, known = styles[row["contender"]][0], row[key]
         if known is None:
             panel.text(0.02, place, "not reached", transform=panel.get_yaxis_transform(), va="center", fontsize=8)
             continue

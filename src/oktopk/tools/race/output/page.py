@@ -7,12 +7,16 @@ from typing import Any
 
 from oktopk.tools.crossover import format_rate
 from oktopk.tools.report.html import tables as html
-from oktopk.tools.report.html.colours import GREY, series_style
-from oktopk.tools.report.html.drawing import DIGITS, Chart, Trace, figure, label, line
+from oktopk.tools.report.html.colours import GREY, family_styles
+from oktopk.tools.report.html.comparison import draw_group
+from oktopk.tools.report.html.drawing import DIGITS, Chart, Trace, figure, is_positive, label, line
+from oktopk.tools.report.html.groups import Group
 from oktopk.tools.report.html.page import Contents, Draft, render_page
+from oktopk.tools.report.html.tiles import draw_tiles
 
 from ..links import link_name, link_rate
 from ..summary import COMPOSED
+from .headline import race_tiles
 from .tables import break_name, cells_of, head, notes
 
 Document = Mapping[str, Any]
@@ -23,23 +27,24 @@ _LONGEST = 100
 
 def build_page(document: Document) -> str:
     """Build the page of a race."""
-    draft = Draft()
+    draft, links = Draft(), links_of(document)
     what = document["target"] or (
         f"{document['seconds']:g} s each" if document["seconds"] is not None else "a fixed number of steps"
     )
     config, ranks = document["race"]["config"], document["race"]["ranks"]
-    about = f"{config['dnn']}, {ranks} ranks; " + (
-        f"target {what}" if document["target"] else f"compared after {what}"
-    )
+    about = f"{ranks} ranks · " + (f"target {what}" if document["target"] else f"compared after {what}")
     rows = [cells_of(row, document) for row in document["rows"]]
+    said = "".join(f"<p>{html.safe(note)}</p>" for note in notes(document))
+    options = [[name, html.plain(value)] for name, value in config.items() if value is not None]
     body = "".join([
-        f'<h1>oktopk race</h1><p class="soft">{html.safe(about)}</p>',
-        draft.text("table", html.table(head(document), rows, long=0)),
-        draft.text("notes", "".join(f"<p>{html.safe(note)}</p>" for note in notes(document)), "soft"),
-        *(_of_link(draft, place, link, document) for place, link in enumerate(links_of(document))),
+        f'<h1>Race of {html.safe(config["dnn"])}</h1><p class="soft">{html.safe(about)}</p>',
+        draft.text("tiles", draw_tiles(race_tiles(document, links)), "headline"),
+        draft.text("table", html.table(head(document), rows, long=0) + f'<div class="soft">{said}</div>'),
+        *(_of_link(draft, place, link, document) for place, link in enumerate(links)),
         _over_links(draft, document),
+        draft.fold("Configuration", "config", html.table(["option", "value"], options, long=1)),
     ])  # fmt: skip
-    return render_page(Contents("oktopk race", body, draft.parts, draft.figures))
+    return render_page(Contents(f"oktopk race: {config['dnn']}", body, draft.parts, draft.figures))
 
 
 def links_of(document: Document) -> list[str]:
@@ -47,9 +52,10 @@ def links_of(document: Document) -> list[str]:
     return sorted({trial["link"] for trial in document["trials"]}, key=lambda link: -link_rate(link))
 
 
-def contenders_of(document: Document) -> list[str]:
-    """The contenders, in an order that all charts share."""
-    return list(dict.fromkeys(row["contender"] for row in document["rows"]))
+def styles_of(document: Document) -> dict[str, tuple[str, str]]:
+    """Colour and dash of each contender, the same in all charts: one hue for each algorithm."""
+    names = list(dict.fromkeys(row["contender"] for row in document["rows"]))
+    return dict(zip(names, family_styles([name.partition(":")[0] for name in names]), strict=True))
 
 
 def _of_link(draft: Draft, place: int, link: str, document: Document) -> str:
@@ -73,36 +79,47 @@ def _of_link(draft: Draft, place: int, link: str, document: Document) -> str:
 def _curves(
     document: Document, trials: Trials, name: str, title: str, column: str, x: str, unit: str
 ) -> Chart | None:
-    """One line per contender and seed; seeds share a colour."""
-    order, metric, traces = contenders_of(document), document["metric"], list[Trace]()
-    seen: set[str] = set()
-    for trial in sorted(trials, key=lambda trial: order.index(trial["contender"])):
-        points = [(p[column], p["metrics"].get(metric)) for p in trial["curve"] if name != "bytes" or p["step"]]
-        if not any(y is not None for _, y in points):
-            continue
-        colour, dash = series_style(order.index(trial["contender"]))
-        shown = label(trial["contender"], _LONGEST)
-        traces.append(
-            line(
-                shown, [point[0] for point in points], [point[1] for point in points], colour, line={"dash": dash},
-                mode="lines+markers", marker={"size": 5}, legendgroup=shown, showlegend=shown not in seen,
-                hovertemplate=f"{shown}, seed {trial['seed']}: %{{y:{DIGITS}}} after %{{x:.4~s}} {unit}"
-                "<extra></extra>",
-            )
-        )  # fmt: skip
-        seen.add(shown)
+    """The mean of each contender with the range over its seeds, and, faint, every seed."""
+    metric, traces = document["metric"], list[Trace]()
+    for contender, (colour, dash) in styles_of(document).items():
+        own = [trial for trial in trials if trial["contender"] == contender]
+        curves = {trial["seed"]: _curve(trial["curve"], column, metric, name != "bytes") for trial in own}
+        known = {seed: curve for seed, curve in curves.items() if curve[0]}
+        group = Group(contender, contender, own, colour, dash)
+        hover = f"{label(contender, 100)}: %{{y:{DIGITS}}} after %{{x:.4~s}} {unit}<extra></extra>"
+        marks: dict[str, Any] = {"mode": "lines+markers", "marker": {"size": 5}}
+        if len(known) > 1:
+            traces += [_seed(group, seed, curve) for seed, curve in known.items()]
+        traces += draw_group(group, list(known.values()), name == "bytes", hover, **marks)
     if not traces:
         return None
-    chart = figure(traces, x, label(metric), hovermode="closest", **_target_line(document))
-    chart["layout"]["yaxis"].pop("rangemode")
+    drawn = [value for trace in traces for value in trace["y"]]
+    log = "loss" in str(metric) and is_positive(drawn)
+    chart = figure(traces, x, label(metric), log=log, hovermode="closest", **_target_line(document))
+    chart["layout"]["yaxis"].pop("rangemode", None)
     if name == "bytes":
         chart["layout"]["xaxis"] |= {"type": "log", "exponentformat": "SI"}
     caption = {
         "time": "Clock: training steps of the slowest rank; validation and compilation are not counted.",
         "bytes": "Counted by the kernel on links; modelled or metered on loopback. Logarithmic axis.",
-        "steps": "Optimizer steps. One line per seed.",
+        "steps": "Optimizer steps.",
     }[name]
-    return Chart(name, title, caption, chart)
+    several = any(row["seeds"] > 1 for row in document["rows"])
+    bands = " Mean over seeds, as far as all of them went; band: lowest to highest; faint: each seed."
+    return Chart(name, title, caption + bands * several, chart)
+
+
+def _curve(points: Trials, column: str, metric: str, start: bool) -> tuple[list[float], list[float]]:
+    """What is known of the metric; without the validation before the first step if `start` is False."""
+    known = [(p[column], p["metrics"].get(metric)) for p in points if start or p["step"]]
+    pairs = [(x, y) for x, y in known if y is not None]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _seed(group: Group, seed: int, curve: tuple[list[float], list[float]]) -> Trace:
+    faint: dict[str, Any] = {"hoverinfo": "skip", "hovertemplate": None, "showlegend": False, "opacity": 0.35}
+    name, shape = label(group.name, 100), {"width": 1, "dash": group.dash}
+    return line(f"{name}, seed {seed}", *curve, group.colour, legendgroup=name, line=shape, **faint)
 
 
 def _target_line(document: Document) -> dict[str, Any]:
@@ -120,10 +137,10 @@ def _outcome(document: Document, link: str) -> Chart | None:
     rows = [row for row in document["rows"] if row["link"] == link and row[key] is not None]
     if not rows:
         return None
-    order, spreads = contenders_of(document), [row[key]["std"] or 0.0 for row in rows]
+    styles, spreads = styles_of(document), [row[key]["std"] or 0.0 for row in rows]
     names = [row["contender"] + (" (composed)" if row["how"] == COMPOSED else "") for row in rows]
     shown = ["<br>".join(map(label, break_name(name))) for name in names]
-    colours = [series_style(order.index(row["contender"]))[0] for row in rows]
+    colours = [styles[row["contender"]][0] for row in rows]
     trace: Trace = {
         "type": "scatter", "mode": "markers+text", "name": key,
         "x": [row[key]["mean"] for row in rows], "y": shown,
@@ -151,10 +168,9 @@ def _over_links(draft: Draft, document: Document) -> str:
     if len({row["link"] for row in rows}) < 2:
         return ""
     traces = []
-    for place, name in enumerate(contenders_of(document)):
+    for name, (colour, dash) in styles_of(document).items():
         own = sorted((row for row in rows if row["contender"] == name), key=lambda row: link_rate(row["link"]))
         points = {link_rate(row["link"]) / 1e6: row["seconds"]["mean"] for row in own}
-        colour, dash = series_style(place)
         if points:
             marks: dict[str, Any] = {"mode": "lines+markers", "line": {"dash": dash}}
             traces.append(line(label(name, _LONGEST), list(points), list(points.values()), colour, "s", **marks))

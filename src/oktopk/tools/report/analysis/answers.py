@@ -96,18 +96,14 @@ def _density(run: Run, means: Mapping[str, Any], phase: str) -> str:
     if phase == DENSE:
         return "All entries were sent: density 100 %."
     band = means["in_band_share"]
-    kept = (
-        ""
-        if band is None
-        else f"; {percent(band)} of the steps were within the algorithm's band around the target"
-    )
+    kept = "" if band is None else f" {percent(band)} of the steps were within the algorithm's band around it."
     asked = run.lookup("density")
-    wanted = f"{percent(asked)} was asked for, " if isinstance(asked, float) else ""
+    wanted = f" {percent(asked)} was asked for." if isinstance(asked, float) else ""
     if asked == AUTO:
-        wanted = "the density was chosen by measurement, "
+        wanted = " The density was chosen by measurement."
     return (
-        f"Rank 0 sent {percent(means['local_density'])} of its entries in a sparse step on average; {wanted}the "
-        f"target of these steps was {percent(means['target_density'])}{kept}. The result had density "
+        f"Rank 0 sent {percent(means['local_density'])} of its entries in a sparse step on average; the target "
+        f"was {percent(means['target_density'])}.{kept}{wanted} The result had density "
         f"{percent(means['global_density'])}."
     )
 
@@ -116,11 +112,11 @@ def _bytes(run: Run, means: Mapping[str, Any], phase: str) -> str:
     sent, dense = means["sent_bytes"], means["dense_bytes"]
     ranks = means["sent_bytes_by_rank"]
     every = (
-        f"; all ranks, in finished epochs: {format_bytes(min(ranks))} to {format_bytes(max(ranks))}"
+        f" All ranks, in finished epochs: {format_bytes(min(ranks))} to {format_bytes(max(ranks))}."
         if ranks
         else ""
     )
-    first = f"Rank 0 sent {format_bytes(sent)} per {phase} step on average{every}."
+    first = f"Rank 0 sent {format_bytes(sent)} per {phase} step on average.{every}"
     if run.world == 1:
         return f"{first} There is no other rank: nothing to exchange, and nothing that compression could save."
     if phase == DENSE:
@@ -169,9 +165,9 @@ def _hidden(means: Mapping[str, Any], phase: str) -> str:
         return "Not recorded."
     hidden, busy = sum(means["hidden_seconds"].values()), means["reduction_seconds"]
     return (
-        f"{percent(means['hidden_work_share'])}: the reductions of a {phase} step took {format_seconds(busy)}, "
-        f"of which {format_seconds(hidden)} ran during backward (hidden: it cost the step nothing) and "
-        f"{format_seconds(busy - hidden)} after it (exposed: the step waited)."
+        f"{percent(means['hidden_work_share'])} of their work. In a {phase} step they took "
+        f"{format_seconds(busy)}, of which {format_seconds(hidden)} ran during backward (hidden: it cost the "
+        f"step nothing) and {format_seconds(busy - hidden)} after it (exposed: the step waited)."
     )
 
 

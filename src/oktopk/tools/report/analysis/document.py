@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from oktopk.metrics.sinks.flat import finite
@@ -20,6 +22,8 @@ MOST_POINTS = 400
 POINTS_OF_ALL_RUNS = 6000
 MOST_SKIPPED = 200
 """Limit on listed skipped steps."""
+_AUTO = re.compile(r"^auto = (true|false)\b", re.MULTILINE)
+"""A line of the run's configuration."""
 
 
 def build_report(runs: Sequence[Run]) -> dict[str, Any]:
@@ -34,7 +38,9 @@ def describe_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
     return {
         "name": run.name,
         "about": {
-            **{name: run.lookup(name) for name in ("dnn", "dataset", "density", "seed", "parameters")},
+            **{name: run.lookup(name) for name in ("dnn", "dataset", "density", "seed", "parameters", "metric")},
+            "planned": bool(run.plan or run.result),
+            "auto": _is_auto(run),
             "algorithm": run.algorithm,
             "world": run.world,
             "steps": len(run.steps),
@@ -42,6 +48,7 @@ def describe_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
         },
         "answers": answers(run, means, moved),
         "first_sparse_step": first_sparse(run),
+        "now": _now(run),
         "phases": means,
         "series": series(run, most),
         "messages": moved,
@@ -54,6 +61,20 @@ def describe_run(run: Run, most: int = MOST_POINTS) -> dict[str, Any]:
         "config": run.config,
         "notes": _notes(run),
     }
+
+
+def _is_auto(run: Run) -> bool | None:
+    """Whether the run chose between dense and sparse by measurement; None if its settings are not known."""
+    planned, written = run.plan.get("auto"), _AUTO.search(run.config)
+    if isinstance(planned, bool):
+        return planned
+    return None if written is None else written[1] == "true"
+
+
+def _now(run: Run) -> dict[str, Any]:
+    """The phase of the last steps, and the first of them."""
+    parts = [list(part) for _, part in groupby(run.steps, key=lambda step: step.phase)]
+    return {"phase": parts[-1][0].phase, "since": parts[-1][0].number} if parts else {"phase": "", "since": None}
 
 
 def _skipped(run: Run) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def series(run: Run, most: int) -> dict[str, Any]:
     return {
         "steps_per_point": max(map(len, points), default=0),
         "step": [point[len(point) // 2].number for point in points],
+        "phase": [point[0].phase for point in points],
         "loss": _spread(points, lambda step: step.train.get("loss")),
         "target_density": _means(points, _column("target_density")),
         "local_density": _spread(points, _column("local_density")),

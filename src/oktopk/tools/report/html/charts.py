@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from oktopk.metrics.events import SPARSE
 
 from ..units import format_size
 from . import colours
-from .drawing import DIGITS, Chart, figure, known, label, line, spread, transition
+from .drawing import (
+    DIGITS,
+    Chart,
+    describe_window,
+    figure,
+    is_positive,
+    known,
+    label,
+    line,
+    smoothed,
+    spread,
+    transition,
+)
 from .time_charts import time_of_phases, time_of_steps
 
 
 def make_charts(run: Mapping[str, Any]) -> list[Chart]:
     """Make the charts that have data."""
+    return [*main_charts(run), *inner_charts(run)]
+
+
+def main_charts(run: Mapping[str, Any]) -> list[Chart]:
+    """Quality, bytes and time: what every reader looks at."""
+    made = [_loss(run), _validation(run), _bytes(run), _density(run), time_of_steps(run), time_of_phases(run)]
+    return [chart for chart in made if chart is not None]
+
+
+def inner_charts(run: Mapping[str, Any]) -> list[Chart]:
+    """Messages, thresholds and the residual: what the algorithm did."""
     made = [
-        _loss(run),
-        _validation(run),
-        _density(run),
-        _bytes(run),
-        time_of_steps(run),
-        time_of_phases(run),
         *(_messages(run, phase) for phase in ("dense", "sparse")),
         _thresholds(run),
         _residual(run),
@@ -29,9 +48,10 @@ def make_charts(run: Mapping[str, Any]) -> list[Chart]:
 
 def _loss(run: Mapping[str, Any]) -> Chart | None:
     series = run["series"]
+    losses = series["loss"]["mean"]
     traces = (
-        spread("training loss", series["step"], series["loss"], colours.LOSS)
-        if known(series["loss"]["mean"])
+        smoothed("training loss", series["step"], series["loss"], colours.LOSS, parts=series["phase"])
+        if known(losses)
         else []
     )
     name = "val loss"
@@ -41,16 +61,19 @@ def _loss(run: Mapping[str, Any]) -> Chart | None:
         mark = {"size": 9, "symbol": "diamond"}
         traces.append(line("validation loss", x, y, colours.VALIDATION, mode="lines+markers", marker=mark))
     skipped = [one["step"] for one in run["skipped"]["listed"]]
+    shown_values = [value for trace in traces for value in trace["y"] if value is not None]
     if skipped and traces:
         mark = {"symbol": "x", "size": 9, "color": colours.SKIPPED}
         traces.append({"type": "scatter", "mode": "markers", "name": "skipped step", "x": skipped,
-                       "y": [0] * len(skipped), "marker": mark, "hovertemplate": "non-finite"})  # fmt: skip
+                       "y": [min(shown_values)] * len(skipped), "marker": mark,
+                       "hovertemplate": "non-finite"})  # fmt: skip
     if not traces:
         return None
-    caption = "Training: mean over all ranks. Validation: at the end of an epoch."
-    shown = figure(traces, "step", "loss", **transition(run))
-    if not skipped:
-        shown["layout"]["yaxis"].pop("rangemode")
+    caption = "Training: mean over all ranks. Validation: at the end of an epoch." + describe_window(series)
+    if skipped:
+        caption += " Crosses at the lowest value mark skipped steps."
+    shown = figure(traces, "step", "loss", log=is_positive(shown_values), **transition(run))
+    shown["layout"]["yaxis"].pop("rangemode", None)
     return Chart("loss", "Loss", caption, shown)
 
 
@@ -72,27 +95,29 @@ def _validation(run: Mapping[str, Any]) -> Chart | None:
 
 
 def _density(run: Mapping[str, Any]) -> Chart | None:
+    """The density of sparse steps; dense ones, which send everything, would hide it."""
     series = run["series"]
-    if not known(series["local_density"]["mean"]):
+    sparse = [place for place, phase in enumerate(series["phase"]) if phase == SPARSE]
+    x = [series["step"][place] for place in sparse]
+    local = {key: _percents(values, sparse) for key, values in series["local_density"].items()}
+    if not known(local["mean"]):
         return None
-    x, share = (
-        series["step"],
-        [
-            ("result", [_percent(value) for value in series["global_density"]], colours.GLOBAL, "dot"),
-            ("target", [_percent(value) for value in series["target_density"]], colours.TARGET, "dash"),
-        ],
-    )
-    local = {key: [_percent(value) for value in values] for key, values in series["local_density"].items()}
+    share = [
+        ("result", _percents(series["global_density"], sparse), colours.GLOBAL, "dot"),
+        ("target", _percents(series["target_density"], sparse), colours.TARGET, "dash"),
+    ]
     traces = spread("sent by rank 0", x, local, colours.LOCAL, "%")
     traces += [line(name, x, values, colour, "%", line={"dash": dash}) for name, values, colour, dash in share]
     asked = run["about"]["density"]
     wanted = f" Asked for: {100 * asked:.3g} %." if isinstance(asked, float) else ""
-    caption = f"Share of the gradient's entries: sent by rank 0, the target, and in the result.{wanted}"
-    return Chart("density", "Density", caption, figure(traces, "step", "density (%)", log=True, **transition(run)))
+    caption = f"Sparse steps only. Share of the entries: sent by rank 0, the target, and in the result.{wanted}"
+    drawn = [value for trace in traces for value in trace["y"] if value is not None]
+    wide = is_positive(drawn) and max(drawn) > 8 * min(drawn)
+    return Chart("density", "Density of sparse steps", caption, figure(traces, "step", "density (%)", log=wide))
 
 
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
+def _percents(values: Sequence[float | None], places: Sequence[int]) -> list[float | None]:
+    return [None if (value := values[place]) is None else 100 * value for place in places]
 
 
 def _bytes(run: Mapping[str, Any]) -> Chart | None:

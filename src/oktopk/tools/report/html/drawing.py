@@ -6,11 +6,12 @@ Texts from a run are escaped with `label`, because plotly interprets some HTML.
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import colours
+from .smoothing import roll, window
 
 Trace = dict[str, Any]
 LONGEST_LABEL = 40
@@ -36,6 +37,7 @@ def label(text: object, longest: int = LONGEST_LABEL) -> str:
 
 
 def figure(data: Sequence[Trace], x: str, y: str, log: bool = False, **more: Any) -> dict[str, Any]:
+    """A figure; if `log` is given as True, readers can switch to a linear axis, and back."""
     kind = {"type": "log"} if log else {"rangemode": "tozero"}
     title = {"text": y, "standoff": 10}
     yaxis = {"title": title, "automargin": True, "exponentformat": "none", "separatethousands": True} | kind
@@ -44,6 +46,7 @@ def figure(data: Sequence[Trace], x: str, y: str, log: bool = False, **more: Any
         "yaxis": yaxis,
         "hovermode": "x unified",
         "uirevision": "keep",  # a zoom outlasts new data
+        "meta": {"scales": log},
         **more,
     }
     return {"data": list(data), "layout": layout}
@@ -73,6 +76,20 @@ def spread(name: str, x: Sequence[Any], of: Mapping[str, Any], colour: str, unit
     return [low, high, mean | {"legendgroup": name}]
 
 
+def smoothed(name: str, x: Sequence[Any], of: Mapping[str, Any], colour: str, parts: Sequence[str]) -> list[Trace]:
+    """The values, faint, and their rolling mean; short curves are shown as they are."""
+    width, traces = window(len(x)), spread(name, x, of, colour)
+    if width == 1:
+        return traces
+    traces[-1] |= {"opacity": 0.35, "line": {"color": colour, "width": 1}}
+    return [*traces, line("rolling mean", x, roll(of["mean"], width, parts=parts), colour, line={"width": 2.5})]
+
+
+def is_positive(values: Iterable[float | None]) -> bool:
+    """Whether a logarithmic axis can show all values that are known."""
+    return all(value is None or value > 0 for value in values)
+
+
 def known(values: Sequence[Any]) -> bool:
     return any(value is not None for value in values)
 
@@ -91,6 +108,14 @@ def transition(run: Mapping[str, Any]) -> dict[str, Any]:
         "yref": "paper",
         "yanchor": "bottom",
         "showarrow": False,
-        "text": f"sparse from step {begin}",
+        "xanchor": "left" if begin <= (run["series"]["step"] or [0])[-1] / 2 else "right",
+        "font": {"size": 11},
+        "text": f"sparse from step {begin:,}",
     }
     return {"shapes": [shape], "annotations": [note]}
+
+
+def describe_window(series: Mapping[str, Any], what: str = "rolling mean") -> str:
+    """The sentence about smoothing of a chart over steps; empty if its curves are shown as they are."""
+    width = window(len(series["step"]))
+    return "" if width == 1 else f" Thick: {what} over {width * series['steps_per_point']:,} steps."

@@ -15,9 +15,11 @@ from oktopk.errors import OkTopkError
 from oktopk.utils.extras import install_command
 
 from . import tables
-from .charts import make_charts
+from .charts import inner_charts, main_charts
 from .comparison import make_comparison
 from .drawing import Chart
+from .sweep import settings_table, sweep_tiles
+from .tiles import draw_tiles, run_tiles
 
 Document = Mapping[str, Any]
 
@@ -62,18 +64,12 @@ def render_page(found: Contents, version: str | None = None, period: int = 0) ->
 def contents(document: Document, live: bool = False) -> Contents:
     runs = document["runs"]
     draft = Draft()
-    title = f"oktopk report: {runs[0]['name']}" if len(runs) == 1 else f"oktopk report: {len(runs)} runs"
+    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     heading = f"<h1>{tables.safe(title)}</h1>" + (
         '<p class="soft" id="live" aria-live="polite">Live</p>' if live else ""
     )
-    if len(runs) == 1:
-        body = _run(draft, "r0", runs[0])
-    else:
-        body = _comparison(draft, document) + "".join(
-            f"<details><summary>{tables.safe(run['name'])}</summary>{_run(draft, f'r{place}', run)}</details>"
-            for place, run in enumerate(runs)
-        )
-    return Contents(title, heading + body, draft.parts, draft.figures)
+    body = _run(draft, "r0", runs[0]) if len(runs) == 1 else _comparison(draft, document)
+    return Contents(f"oktopk report: {title}", heading + body, draft.parts, draft.figures)
 
 
 class Draft:
@@ -87,6 +83,10 @@ class Draft:
         self.parts[name] = content
         return f'<div class="{kind}" data-part="{name}">{content}</div>'
 
+    def fold(self, title: str, name: str, content: str, opened: bool = False) -> str:
+        """A text in a section that opens on a click; it is hidden while there is no text."""
+        return fold(title, self.text(name, content, "plain"), opened)
+
     def grid(self, prefix: str, made: Sequence[Chart]) -> str:
         places = []
         for chart in made:
@@ -94,25 +94,55 @@ class Draft:
             self.figures[name] = chart.figure
             self.parts[f"{name}-caption"] = tables.safe(chart.caption)
             caption = f'<figcaption data-part="{name}-caption">{tables.safe(chart.caption)}</figcaption>'
-            title = f"<h3>{tables.safe(chart.title)}</h3>"
-            places.append(f'<figure>{title}<div class="chart" id="{name}"></div>{caption}</figure>')
+            head = f'<div class="head"><h3>{tables.safe(chart.title)}</h3>{_tools(chart)}</div>'
+            places.append(f'<figure>{head}<div class="chart" id="{name}"></div>{caption}</figure>')
         return f'<div class="grid">{"".join(places)}</div>' if places else ""
 
 
+def fold(title: str, content: str, opened: bool = False) -> str:
+    """A section that opens on a click."""
+    return f"<details{' open' * opened}><summary>{tables.safe(title)}</summary>{content}</details>"
+
+
+def _tools(chart: Chart) -> str:
+    """The buttons of a chart, which page.js listens to."""
+    scale = '<button data-do="scale">linear</button>' if chart.figure["layout"]["meta"]["scales"] else ""
+    title = tables.safe(chart.title)
+    save = "".join(
+        f'<button data-do="{kind}" aria-label="Save {title} as {kind.upper()}">{kind.upper()}</button>'
+        for kind in ("svg", "csv")
+    )
+    return f'<span class="tools">{scale}{save}</span>'
+
+
 def _run(draft: Draft, prefix: str, run: Mapping[str, Any]) -> str:
-    below = (tables.phase_table, tables.message_table, tables.skipped, tables.plan, tables.config)
+    inner = inner_charts(run)
     return "".join([
         draft.text(f"{prefix}-about", tables.about(run), "about"),
-        draft.text(f"{prefix}-answers", tables.answers(run)),
+        draft.text(f"{prefix}-tiles", draw_tiles(run_tiles(run)), "headline"),
         draft.text(f"{prefix}-notes", tables.notes(run), "notes"),
-        draft.grid(prefix, make_charts(run)),
-        *(draft.text(f"{prefix}-{table.__name__}", table(run)) for table in below),
+        draft.text(f"{prefix}-answers", tables.answers(run), "card"),
+        draft.text(f"{prefix}-thinned", tables.thinned(run), "soft"),
+        draft.grid(prefix, main_charts(run)),
+        draft.fold("Skipped steps", f"{prefix}-skipped", tables.skipped(run), opened=True),
+        draft.fold("Means per step", f"{prefix}-means", tables.phase_table(run)),
+        draft.fold("What rank 0 sent, by operation", f"{prefix}-operations", tables.message_table(run)),
+        fold("Messages, thresholds and residual", draft.grid(prefix, inner)) if inner else "",
+        draft.fold("Plan", f"{prefix}-plan", tables.plan(run)),
+        draft.fold("Configuration", f"{prefix}-config", tables.config(run)),
     ])  # fmt: skip
 
 
 def _comparison(draft: Draft, document: Document) -> str:
-    table = draft.text("finals", tables.finals(document["finals"]))
-    return f"<h2>Comparison</h2>{table}{draft.grid('all', make_comparison(document['runs']))}<h2>The runs</h2>"
+    runs = document["runs"]
+    return "".join([
+        draft.text("tiles", draw_tiles(sweep_tiles(document)), "headline"),
+        draft.text("settings", settings_table(document)),
+        draft.grid("all", make_comparison(runs)),
+        draft.fold("All runs", "finals", tables.finals(document["finals"])),
+        "<h2>Each run</h2>",
+        *(fold(run["name"], _run(draft, f"r{place}", run)) for place, run in enumerate(runs)),
+    ])  # fmt: skip
 
 
 def in_script(value: Any) -> str:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..analysis.times import STAGES, WORK
+from ..analysis.times import STAGES
 from ..units import format_bytes, format_seconds, percent
 from . import colours
+
+_END = re.compile(r"[.] (?=\S)")
+"""The end of a sentence."""
+_PAUSE, _LONG = re.compile(r"[.;:] (?=\S)"), 110
+"""Where a sentence of more letters than that is cut."""
+_COLON = re.compile(r":(?=\w)")
 
 
 def safe(value: object) -> str:
@@ -16,17 +23,29 @@ def safe(value: object) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], long: int | None = None) -> str:
-    """Make an HTML table; `long` is the column that may wrap."""
+    """Make an HTML table; `long` is the column that may wrap. A phone shows tables of more than three columns as a
+    list for each row, with the names of the columns.
+    """
     title = "".join(f"<th>{safe(name)}</th>" for name in head)
-    lines = [
-        "".join(
-            f"<td{' class=long' if place == long else ''}>{'–' if cell is None else safe(cell)}</td>"
-            for place, cell in enumerate(row)
-        )
-        for row in rows
-    ]
+    lines = ["".join(_cell(cell, head[place], place == long) for place, cell in enumerate(row)) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table><thead><tr>{title}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = ' class="wide"' if len(head) > 3 else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{title}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(value: object, name: str, long: bool) -> str:
+    kinds = ["long"] * long + ["none"] * (value is None or value == "")
+    shown = "–" if value is None else breakable(value)
+    return f'<td data-name="{safe(name)}" class="{" ".join(kinds)}">{shown}</td>'
+
+
+def breakable(value: object) -> str:
+    """The text, which may be broken after a colon: the names of contenders are long.
+
+    >>> breakable("oktopk:auto=<b>")
+    'oktopk:<wbr>auto=&lt;b&gt;'
+    """
+    return _COLON.sub(":<wbr>", safe(value))
 
 
 def about(run: Mapping[str, Any]) -> str:
@@ -38,16 +57,17 @@ def about(run: Mapping[str, Any]) -> str:
         if known["density"] is None or known["algorithm"] == "dense"
         else f" at density {_asked(known['density'], plain)}"
     )
+    ended = "finished" if known["finished"] else "not finished"
     parts = [
         what,
         f"{known['algorithm']}{density}",
-        f"{known['world'] or 'an unknown number of'} ranks" if known["world"] != 1 else "1 rank",
+        "1 rank" if known["world"] == 1 else f"{known['world']} ranks" if known["world"] else "",
         f"{known['parameters']:,.0f} parameters" if isinstance(known["parameters"], float) else "",
         f"seed {plain(known['seed'])}" if known["seed"] is not None else "",
         f"{known['steps']:,} steps",
-        "finished" if known["finished"] else "not finished",
+        ended if known["planned"] else "",  # the script of a user does not say when it ends
     ]
-    return f'<p class="soft">{safe(", ".join(part for part in parts if part))}</p>'
+    return f'<p class="soft">{safe(" · ".join(part for part in parts if part))}</p>'
 
 
 def _asked(density: float | str, form: Callable[[Any], str]) -> str:
@@ -68,15 +88,31 @@ def plain(value: object) -> str:
 
 
 def answers(run: Mapping[str, Any]) -> str:
-    items = "".join(f"<dt>{safe(one['question'])}</dt><dd>{safe(one['answer'])}</dd>" for one in run["answers"])
-    return f"<dl>{items}</dl>"
+    """Each question with the first sentence of its answer; the rest opens on a click."""
+    return f'<dl class="answers">{"".join(_answer(one["question"], one["answer"]) for one in run["answers"])}</dl>'
+
+
+def _answer(question: str, answer: str) -> str:
+    end = _END.search(answer)
+    if end and end.start() > _LONG:
+        end = _PAUSE.search(answer) or end
+    short, rest = (answer[: end.start() + 1], answer[end.end() :]) if end else (answer, "")
+    if not rest:
+        return f"<div><dt>{safe(question)}</dt><dd>{safe(answer)}</dd></div>"
+    more = f"<details><summary>{safe(short)} </summary><span>{safe(rest)}</span></details>"
+    return f"<div><dt>{safe(question)}</dt><dd>{more}</dd></div>"
 
 
 def notes(run: Mapping[str, Any]) -> str:
+    """What is missing or damaged, or must be known to read the page."""
+    return "".join(f"<p>{safe(note)}</p>" for note in run["notes"])
+
+
+def thinned(run: Mapping[str, Any]) -> str:
     width = run["series"]["steps_per_point"]
-    thinned = f"Curves are thinned: a point stands for up to {width:,} steps, its band for their range."
-    lines = [*run["notes"], *([thinned] if width > 1 else [])]
-    return "".join(f"<p>{safe(note)}</p>" for note in lines)
+    if width <= 1:
+        return ""
+    return f"<p>Curves are thinned: a point stands for up to {width:,} steps, its band for their range.</p>"
 
 
 _MEANS: tuple[tuple[str, str, Any], ...] = (
@@ -109,11 +145,10 @@ def phase_table(run: Mapping[str, Any]) -> str:
     rows = [
         [title, *(None if means[key] is None else form(means[key]) for means in phases.values())]
         for title, key, form in _MEANS
+        if any(means[key] is not None for means in phases.values())
     ]
-    rows += [
-        [f"… {colours.STAGE_NAME[stage]}", *(_stage(means, stage) for means in phases.values())]
-        for stage in STAGES
-    ]
+    for stage in STAGES:
+        rows += _stage_rows(stage, list(phases.values()))
     ranks = max((len(means["sent_bytes_by_rank"] or ()) for means in phases.values()), default=0)
     for rank in range(min(ranks, 64)):
         sent = [_of_rank(means["sent_bytes_by_rank"], rank) for means in phases.values()]
@@ -123,14 +158,18 @@ def phase_table(run: Mapping[str, Any]) -> str:
         "Times leave out the first step of a phase. Target density: what the steps aimed at; it is above the one "
         "asked for while it still falls (ramp)."
     )
-    return "<h3>Means per step</h3>" + table(["", *phases], rows) + f'<p class="soft">{caption}</p>'
+    return table(["", *phases], rows) + f'<p class="soft">{caption}</p>'
 
 
-def _stage(means: Mapping[str, Any], stage: str) -> str | None:
-    if stage not in means["seconds"]:
-        return None
-    hidden = f" (+ {format_seconds(means['hidden_seconds'][stage])} hidden)" if stage in WORK else ""
-    return format_seconds(means["seconds"][stage]) + hidden
+def _stage_rows(stage: str, phases: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
+    """The time of a stage, and, if there is any, what of it was hidden."""
+    shown = [means["seconds"].get(stage) for means in phases]
+    hidden = [means["hidden_seconds"].get(stage) for means in phases]
+    name = f"… {colours.STAGE_NAME[stage]}"
+    rows = [[name, *(_or(format_seconds, seconds) for seconds in shown)]] if any(map(bool, shown)) else []
+    if any(hidden):
+        rows.append([f"{name}, hidden", *(_or(format_seconds, seconds) for seconds in hidden)])
+    return rows
 
 
 def _of_rank(ranks: Sequence[float] | None, rank: int) -> str | None:
@@ -153,20 +192,26 @@ def message_table(run: Mapping[str, Any]) -> str:
                 *(format_bytes(kind["bytes"]), format_seconds(kind["seconds"] / steps)),
             ]
         )
-    head = ["operation, stage", "phase", "", "messages per step", "bytes per step", "mean size", "bytes in all"]
-    return "<h3>What rank 0 sent, by operation</h3>" + table([*head, "time per step"], rows)
+    head = [
+        "operation, stage",
+        "phase",
+        "kind",
+        "messages per step",
+        "bytes per step",
+        "mean size",
+        "bytes in all",
+    ]
+    return table([*head, "time per step"], rows)
 
 
 def skipped(run: Mapping[str, Any]) -> str:
     found = run["skipped"]
     if not found["count"]:
-        return "<h3>Skipped steps</h3><p>None: all losses and gradients were finite.</p>"
+        return ""
     more = found["count"] - len(found["listed"])
     rows = [[one["step"], one["phase"] or None, one["culprits"] or "not known"] for one in found["listed"]]
     rest = f"<p>and {more:,} more</p>" if more else ""
-    return (
-        f"<h3>Skipped steps: {found['count']:,}</h3>" + table(["step", "phase", "non-finite"], rows, long=2) + rest
-    )
+    return f"<p>{found['count']:,} steps</p>" + table(["step", "phase", "non-finite"], rows, long=2) + rest
 
 
 def plan(run: Mapping[str, Any]) -> str:
@@ -174,15 +219,15 @@ def plan(run: Mapping[str, Any]) -> str:
     sentences = [known.get("sentence"), known.get("warning"), *known["volume"]]
     rows = [[name, plain(value)] for name, value in known.items() if name not in ("sentence", "warning", "volume")]
     texts = "".join(f"<p>{safe(sentence)}</p>" for sentence in sentences if sentence)
-    return "<h3>Plan</h3>" + (texts or "<p>There is none.</p>") + (table(["", ""], rows) if rows else "")
+    return texts + (table(["", ""], rows) if rows else "")
 
 
 def config(run: Mapping[str, Any]) -> str:
-    return f"<h3>Configuration</h3><pre>{safe(run['config'] or 'There is none.')}</pre>"
+    return f"<pre>{safe(run['config'])}</pre>" if run["config"] else ""
 
 
 def finals(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The runs side by side."""
+    """All runs, one below the other."""
     validated = list(dict.fromkeys(name for row in rows for name in row["validation"]))[:8]
     columns = {
         "run": [row["run"] for row in rows],
@@ -203,13 +248,9 @@ def finals(rows: Sequence[Mapping[str, Any]]) -> str:
         "skipped": [row["skipped"] for row in rows],
         "": ["" if row["finished"] else "not finished" for row in rows],
     }
-    caption = (
-        "Means per step over the sparse phase, or over the dense one if there is no other; times leave out its "
-        "first step. Bytes are those of rank 0; of dense: against a ring of fp32. Hidden: the share of the "
-        "reductions' work that ran during backward and cost no time."
-    )
-    body = list(zip(*columns.values(), strict=True))
-    return table(list(columns), body) + f'<p class="soft">{caption}</p>'
+    shown = {name: cells for name, cells in columns.items() if name == "run" or len(set(cells)) > 1}
+    note = '<p class="soft">Columns in which all runs agree are left out; each run has them below.</p>'
+    return table(list(shown), list(zip(*shown.values(), strict=True)), long=0) + note
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str, form: Callable[[Any], str]) -> list[str | None]:

@@ -3,38 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from ..analysis.times import STAGES, WORK
+from ..analysis.times import GROUPS, STAGES, WORK
 from . import colours
-from .drawing import DIGITS, Chart, Trace, figure, line, transition
+from .drawing import DIGITS, Chart, Trace, describe_window, figure, line, transition
+from .smoothing import roll, window
 
 
 def time_of_steps(run: Mapping[str, Any]) -> Chart | None:
+    """The rolling median of each part of a step, stacked; one slow step does not hide the others."""
     series = run["series"]
     if not any(any(values) for values in series["seconds"].values()):
         return None
-    traces = [_stack_stage(stage, series) for stage in STAGES]
+    width = window(len(series["step"]))
+    traces = [_stack_group(group, series, width) for group in GROUPS]
+    totals = _sums(list(series["seconds"].values()))
+    if width > 1:
+        single = {"opacity": 0.45, "line": {"width": 1}}
+        traces.append(line("single steps", series["step"], _milliseconds(totals), colours.GREY, "ms", **single))
     if any(series["hidden_seconds"]):
-        hidden = _milliseconds(series["hidden_seconds"])
+        hidden = _milliseconds(roll(series["hidden_seconds"], width, median, series["phase"]))
         name = "hidden behind backward, not in the stack"
         traces.append(line(name, series["step"], hidden, colours.GREY, "ms", line={"dash": "dot"}))
     caption = (
-        "The stack is the step of rank 0. It includes the exposed part of the reductions, which training waited "
-        "for after backward; what ran during backward is hidden and not in it."
+        "The stack is the step of rank 0, with the exposed part of the reductions, which training waited for; "
+        "what ran during backward is hidden and not in it."
     )
+    caption += describe_window(series, "rolling median").replace("Thick", "Areas")
     shown = figure(traces, "step", "time per step (ms)", **transition(run))
-    totals = [sum(filter(None, parts)) for parts in zip(*series["seconds"].values(), strict=True)]
-    if top := _without_outliers(totals):
+    if top := _without_outliers([total for total in totals if total is not None]):
         shown["layout"]["yaxis"]["range"] = [0, 1e3 * top]
-        caption += " A few slow steps, such as those that compile kernels, exceed the axis: zoom out to see them."
+        caption += " Single steps that are far slower exceed the axis: zoom out to see them."
     return Chart("time", "Time per step", caption, shown)
 
 
-def _stack_stage(stage: str, series: Mapping[str, Any]) -> Trace:
-    name, colour = colours.STAGE_NAME[stage], colours.STAGE[stage]
+def _stack_group(group: str, series: Mapping[str, Any], width: int) -> Trace:
+    colour = colours.GROUP[group]
+    seconds = roll(_sums([series["seconds"][stage] for stage in GROUPS[group]]), width, median, series["phase"])
     area = {"stackgroup": "step", "line": {"width": 0}, "fillcolor": colour}
-    return line(name, series["step"], _milliseconds(series["seconds"][stage]), colour, "ms", **area)
+    return line(colours.GROUP_NAME[group], series["step"], _milliseconds(seconds), colour, "ms", **area)
+
+
+def _sums(columns: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """The sum of each point; None where nothing is known."""
+    points = zip(*columns, strict=True)
+    return [sum(known) if (known := [x for x in point if x is not None]) else None for point in points]
 
 
 def _without_outliers(totals: Sequence[float]) -> float | None:
@@ -44,7 +59,7 @@ def _without_outliers(totals: Sequence[float]) -> float | None:
     (1.2, None)
     """
     usual = sorted(totals)[int(0.95 * (len(totals) - 1))]
-    return 1.2 * usual if max(totals) > 2.5 * usual > 0 else None
+    return 1.2 * usual if max(totals) > 1.5 * usual > 0 else None
 
 
 def _milliseconds(values: Sequence[float | None]) -> list[float | None]:

@@ -1,0 +1,68 @@
+"""The notebooks run from their first cell to their last, and are kept without outputs."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+def code_cells(path: Path) -> list[str]:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert (document["nbformat"], document["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells), "clear the outputs"
+    return ["".join(cell["source"]) for cell in cells]
+
+
+@pytest.fixture
+def plots(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """pyplot, which draws to memory."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    yield pyplot
+    pyplot.close("all")
+
+
+def run_cells(path: Path) -> dict[str, Any]:
+    """Run all cells in one namespace, as a kernel does; returns it."""
+    found: dict[str, Any] = {"__name__": "__main__"}
+    for place, source in enumerate(code_cells(path)):
+        exec(compile(ast.parse(source), f"{path.name}, code cell {place}", "exec"), found)
+    return found
+
+
+def test_one_step_sends_less_than_its_bound(plots: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_cells(ROOT / "examples" / "notebooks" / "one_step.ipynb")
+    assert found["info"].payload.sent_bytes < 6 * found["k"] * found["words"]
+    assert len(plots.get_fignums()) == 2
+    assert "all_to_all, split" in capsys.readouterr().out
+
+
+def test_every_algorithm_is_compared_and_learns(plots: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_cells(ROOT / "examples" / "notebooks" / "compare_algorithms.ipynb")
+    losses, sent = found["losses"], found["sent"]
+    assert list(losses) == list(found["oktopk"].ALGORITHMS)
+    for name, curve in losses.items():
+        assert sum(curve[-10:]) < 0.6 * sum(curve[:10]), name
+        if name != "dense":
+            assert sum(sent[name]) < sum(sent["dense"]) / 2, name
+    assert len(plots.get_fignums()) == 1
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in losses)
+
+
+def test_every_notebook_is_run_by_a_test_and_listed() -> None:
+    here, listed = (path.read_text(encoding="utf-8") for path in (Path(__file__), ROOT / "examples/README.md"))
+    assert NOTEBOOKS
+    for path in NOTEBOOKS:
+        assert f'"{path.name}"' in here
+        assert f"(notebooks/{path.name})" in listed
