@@ -9,7 +9,7 @@ from oktopk.tools.hooks import DDP
 from oktopk.tools.report.html.tiles import BAD, Tile, compare, is_clear
 from oktopk.tools.report.units import format_bytes, format_seconds, percent
 
-from .tables import link_name
+from ..links import link_name
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]
