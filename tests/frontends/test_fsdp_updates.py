@@ -51,7 +51,7 @@ def step_of_density_1(mesh: Any) -> float:
     backward(twin)
     alone.step()
     mean = sum_over(mesh, "replicate", {name: part / 2 for name, part in parts(twin).items()})
-    with wrap(mesh, net, density=1.0) as optimizer:
+    with wrap(mesh, net, density=1.0, lr_scale=1.0) as optimizer:
         train(optimizer, net, 1)
     assert not same(start, parts(net))
     return furthest(parts(net), {name: part.float() for name, part in mean.items()})
@@ -82,6 +82,7 @@ def play(connect: Callable[..., Any]) -> dict[str, Any]:
         found["starts equal"] = replicas_equal(mesh, net)
         losses = train(optimizer, net, 40)
         found["falls"] = sum(losses[-4:]) < 0.8 * sum(losses[:4])
+        optimizer.synchronize()
         found["equal"] = replicas_equal(mesh, net)
     again = shard(make_net(), mesh["shard"])
     for what, make in {
