@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
-from common import accuracy, digits, network, options, summary
+from common import accuracy, batches, digits, network, options, summary
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import TensorDataset
 
 from oktopk.metrics.sinks import MemorySink
 
@@ -27,9 +27,14 @@ from oktopk.integrations.lightning import OkTopkStrategy
 
 
 class Digits(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, data: TensorDataset) -> None:
         super().__init__()
-        self.network = network()
+        self.network, self.data = network(), data
+
+    def train_dataloader(self) -> list[list[torch.Tensor]]:
+        """The batches of the steps to come. Lightning forgets its place in an epoch, so that this is one."""
+        steps = range(self.trainer.global_step, self.trainer.max_steps)
+        return list(batches(self.data, self.trainer.global_rank, self.trainer.world_size, steps))
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         x, y = batch
@@ -47,7 +52,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     train, test = digits()
-    module, memory = Digits(), MemorySink()
+    module, memory = Digits(train), MemorySink()
     checkpoint = chosen.out / "model.ckpt" if chosen.out else None
     done = torch.load(checkpoint, weights_only=False)["global_step"] if chosen.resume else 0
     trainer = Trainer(
@@ -62,8 +67,7 @@ def main() -> None:
         max_steps=done + chosen.steps,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    loader = DataLoader(train, batch_size=32, shuffle=True)
-    trainer.fit(module, loader, ckpt_path=checkpoint if chosen.resume else None)
+    trainer.fit(module, ckpt_path=checkpoint if chosen.resume else None)
     if checkpoint is not None:
         trainer.save_checkpoint(checkpoint, weights_only=False)
     if trainer.is_global_zero:

@@ -22,7 +22,7 @@ from oktopk.metrics.sinks import MemorySink
 sys.path.pop(
     0
 )  # this folder: without it, "accelerate" and "lightning" are the packages and not files of this folder
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the latter: on loopback
 import common
 import ray
 from ray.train import Checkpoint, RunConfig, ScalingConfig, get_checkpoint, get_context

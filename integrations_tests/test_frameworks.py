@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 
 from tests.support.examples import SECONDS, Summary, check, parse, run, states
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.timeout(6 * SECONDS)
-STEPS, MORE = 96, 24
-"""Of a run, and of the one that resumes it: whole epochs, because Lightning forgets its place in one."""
+STEPS, MORE = 100, 20
+"""Of a run, and of the one that resumes it."""
 
 
 class Framework(NamedTuple):
@@ -97,3 +100,11 @@ def test_alone() -> None:
     """One stands for all, because they start slowly."""
     out = run("accelerate", "--steps", 20, "--warmup-steps", 5, "--density", 0.05)
     check(parse(out), 1, (5, 15), accuracy=10, ratio=20)
+
+
+@pytest.mark.parametrize("job", ["lightning_checkpoints", "only_process"])
+def test_a_process_of_its_own(job: str, tmp_path: Path) -> None:
+    """See there."""
+    command = [sys.executable, "-m", "integrations_tests.jobs", job, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["as it must be"]), done.stdout + done.stderr
