@@ -19,10 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from oktopk.metrics.sinks import MemorySink
 
-sys.path.pop(
-    0
-)  # this folder: without it, "accelerate" and "lightning" are the packages and not files of this folder
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the latter: on loopback
+sys.path.pop(0)  # this folder: without it, "accelerate" and "lightning" are the packages and not these files
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # no cluster: workers use 127.0.0.1, on every system
 import common
 import ray
 from ray.train import Checkpoint, RunConfig, ScalingConfig, get_checkpoint, get_context
