@@ -31,7 +31,7 @@ def reduce(*sinks: oktopk.MetricsSink) -> dict[str, list[float]]:
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """The records of an offline run: a log as LevelDB has it, in blocks of 32 kB, at whose ends records are cut."""
+    """The records of an offline run: a log as LevelDB has it, blocks of 32 kB, at whose ends records are cut."""
     block, header, kinds = 1 << 15, 7, range(1, 5)
     at, record = header, b""  # the file begins with a header of its own, of the same length
     while at + header <= len(content):
