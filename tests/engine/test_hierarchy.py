@@ -531,6 +531,13 @@ def test_one_host_without_memory_is_no_matter_of_the_others(
     assert [record.getMessage()[:20] for record in caplog.records] == ["oktopk: ranks 2 to 3"]
 
 
+def reduce_large(comm: oktopk.Communicator) -> None:
+    """More than a page."""
+    large = {"w": torch.zeros(3000, requires_grad=True)}
+    with oktopk.AllReducer(large.items(), comm=comm, ranks_per_host=2) as reducer:
+        reducer.sync({"w": torch.ones(3000)})
+
+
 def test_a_bucket_that_memory_has_no_room_for_is_an_error(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have found memory in common, but there is not enough of it."""
     real = os.posix_fallocate
@@ -539,15 +546,25 @@ def test_a_bucket_that_memory_has_no_room_for_is_an_error(shared: Path, monkeypa
         real(file, start, size) if size <= mmap.PAGESIZE else full()
 
     monkeypatch.setattr(os, "posix_fallocate", room_for_a_page)
-
-    def job(comm: oktopk.Communicator) -> None:
-        large = {"w": torch.zeros(3000, requires_grad=True)}
-        with oktopk.AllReducer(large.items(), comm=comm, ranks_per_host=2) as reducer:
-            reducer.sync({"w": torch.ones(3000)})
-
     with pytest.raises(CommError, match=r"ranks_per_host needs [\d,]+ bytes of shared memory in .*No space left"):
-        on_ranks(4, job)
+        on_ranks(4, reduce_large)
     assert not list(shared.iterdir())
+
+
+def test_memory_that_its_leader_has_deleted_is_an_error_that_names_it(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader that fails deletes the file, maybe before a member has opened it."""
+    real = shared_memory._open
+
+    def late(path: Any, size: int) -> Tensor:
+        if size > mmap.PAGESIZE:  # not the page that ranks try first
+            Path(path).unlink()
+        return real(path, size)
+
+    monkeypatch.setattr(shared_memory, "_open", late)
+    with pytest.raises(CommError, match=r"open \(host memory\): rank 0 has failed .* or somebody has deleted"):
+        on_ranks(2, reduce_large)
 
 
 def test_what_travels_in_messages_is_counted(transport: str) -> None:

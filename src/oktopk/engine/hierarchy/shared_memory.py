@@ -97,7 +97,14 @@ class SharedMemoryTransport(LocalTransport):
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         if self.links.comm.rank != self._leader:
-            shared = _open(self.links.recv_json(self._leader, _PHASE), size)
+            path = self.links.recv_json(self._leader, _PHASE)
+            try:
+                shared = _open(path, size)
+            except FileNotFoundError as error:  # the leader deletes it when it fails
+                raise CommError(
+                    f"open ({_PHASE}): rank {self._leader} has failed before this rank could open its memory, or "
+                    f"somebody has deleted {path}"
+                ) from error
             self.links.send_json("opened", self._leader, _PHASE)
             return shared
         with ExitStack() as stack:
