@@ -511,3 +511,40 @@ def test_local_steps_of_adaptive_optimizers_are_longer_on_more_ranks(
         torch.testing.assert_close(values(model), values(plain), rtol=1e-5, atol=1e-6)
 
     on_ranks(world, job)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["own", "plain"])
+def test_a_state_is_loaded_into_common_parameters_only(plain: bool) -> None:
+    """Otherwise ranks would take what they have alone for what they have in common, and drift apart."""
+
+    def job(comm: oktopk.Communicator) -> dict[str, Tensor]:
+        model = make_model()
+        with wrap_local(model, comm) as optimizer:
+            train(model, optimizer, comm.rank, range(5))
+            state = optimizer.inner.state_dict() if plain else saved(optimizer)
+            with pytest.raises(RuntimeError, match=r"call synchronize\(\) on all ranks, load the model"):
+                optimizer.load_state_dict(state)
+            optimizer.synchronize()
+            optimizer.load_state_dict(state)
+            kept = optimizer.state_dict()["oktopk"]["residuals"]
+            assert any(bool(part.any()) for part in kept.values()) != plain  # then residuals start at zero
+            train(model, optimizer, comm.rank, range(5, 8))
+            return common(model, optimizer)
+
+    assert_replicas(on_ranks(2, job))
+
+
+def test_a_broadcast_and_the_end_leave_common_parameters() -> None:
+    def job(comm: oktopk.Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = make_model()
+        with wrap_local(model, comm) as optimizer:
+            train(model, optimizer, comm.rank, range(5))
+            before = common(model, optimizer)
+            optimizer.broadcast(model)
+            assert_replicas([before, values(model)])
+            train(model, optimizer, comm.rank, range(5, 8))
+            end = common(model, optimizer)
+        return end, values(model)
+
+    ranks = on_ranks(2, job)
+    assert_replicas(one for rank in ranks for one in rank)

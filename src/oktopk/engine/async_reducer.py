@@ -129,7 +129,7 @@ class AsyncReducer:
             if self._first_handed is None:
                 self._worker.wait()
                 if steps.last is None:
-                    compile_once(self.settings, speaks=self.rank == 0)
+                    compile_once(self.settings, speaks=steps.everyone.rank == 0)
                 steps.begin()
                 self._streams = streams_of(grad)
                 self._resident = steps.density is not None and steps.is_resident(grad.device)
@@ -343,6 +343,11 @@ class AsyncReducer:
     def layout(self) -> tuple[Bucket, ...]:
         """The buckets of the last step, or of the checkpoint that was loaded."""
         return tuple(self._steps.buckets)
+
+    def drop_residuals(self) -> None:
+        """Forget, between steps, what this rank keeps back."""
+        self._check_between_steps()
+        self._steps.drop_residuals()
 
     def residual(self, bucket: Bucket) -> Tensor | None:
         """What this rank keeps back of a bucket, between steps; None if that is nothing, or a whole host's."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Communicator, Digest, Metered, agree, post_digest
+from ..comm.fixed import FixedCollectives
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
 from ..metrics.sinks import Sink, as_sink
@@ -114,7 +115,11 @@ class StepReducer:
 
     def is_resident(self, device: torch.device) -> bool:
         """Whether sparse buckets on this device are reduced without the host."""
-        return DeviceReducer.wanted(self.settings, self.reducer.meter, device) is not None
+        return self._device_collectives(device) is not None
+
+    def _device_collectives(self, device: torch.device) -> FixedCollectives | None:
+        """None if the host takes part, as it must on a mesh: another shard may lose a step that this one keeps."""
+        return None if self.whole is not None else DeviceReducer.wanted(self.settings, self.reducer.meter, device)
 
     def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
@@ -165,7 +170,7 @@ class StepReducer:
             return
         assert self.density is not None
         group = self._group_of([handed.state for handed in waiting])
-        collectives = DeviceReducer.wanted(self.settings, self.reducer.meter, waiting[0].grad.device)
+        collectives = self._device_collectives(waiting[0].grad.device)
         if collectives is not None:
             self._device = self._device or DeviceReducer(
                 self.settings, self.reducer.meter, self.reducer.residuals, self.reducer.unused_stay
@@ -203,8 +208,7 @@ class StepReducer:
             else:
                 self.reducer.commit(result)
         if skipped and self.may_be_scaled and self.step == self.skipped_steps:
-            for store in self.reducer.stores:
-                store.load_state_dict({})
+            self.drop_residuals()
         self._tune(counts and not skipped, start, handed_over)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
             traffic = self.reducer.meter.pop_traffic()
@@ -335,6 +339,13 @@ class StepReducer:
     def keeps_unscaled(self) -> bool:
         """Whether residuals or velocities are of more than the last step, so that no scale fits all of them."""
         return any(self.reducer.stores) and self.step - self.skipped_steps != 1
+
+    def drop_residuals(self) -> None:
+        """Forget what is kept back, and evaluate thresholds anew."""
+        for store in self.reducer.stores:
+            store.load_state_dict({})
+        for group in self.groups.values():
+            group.tracking = None
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by this, and evaluate thresholds anew."""

@@ -143,7 +143,8 @@ class OkTopkState(FrontEnd):
 
         It also notices that an interrupt has ended optimizer.step() in the middle, or left it out on this rank,
         and the GradScaler whose step() calls the optimizer's. An unguarded optimizer sees zero gradients: its
-        momentum and weight decay still act.
+        momentum and weight decay still act. Until a guarded one has stepped it sees NaN, because a GradScaler may
+        be at work: guard all optimizers of the model.
 
         Args:
             optimizer: a torch optimizer, or a wrapper such as Accelerate's.

@@ -142,6 +142,8 @@ class LocalOptimizer(WrappedOptimizer):
             network = model.module if isinstance(model, DistributedDataParallel) else model
             if self._mesh is not None:
                 self._check_sharded(model, self._mesh)
+                if settings.ranks_per_host > 1:
+                    raise ValueError("mesh= has no ranks_per_host: FSDP averages inside a replica. Leave it out")
             terms |= settings.terms() | self._wrap(optimizer, named_parameters, network, buckets, torch.float32)
             terms |= {"sync_every": sync_every, "average_state_every": average_state_every, "broadcast": broadcast}
             terms |= {"averaged_state": list(averaged_state), "local_parameters": local_parameters}
@@ -214,9 +216,12 @@ class LocalOptimizer(WrappedOptimizer):
                     self._exchange()
                 else:
                     self._skip(reasons)
-        with torch.no_grad():
-            self._updates.move_to_common()
+        self._move_to_common()
         return self.last
+
+    def _move_to_common(self) -> None:
+        with self._engine.uninterrupted(), torch.no_grad():
+            self._updates.move_to_common()
 
     def localize(self) -> None:
         """Give the parameters this rank's residual again, after synchronize() or after a checkpoint was loaded.
@@ -225,7 +230,7 @@ class LocalOptimizer(WrappedOptimizer):
         goes on to the bit as if nothing had been saved.
         """
         if not self._updates.steps:
-            with torch.no_grad():
+            with self._engine.uninterrupted(), torch.no_grad():
                 self._begin_round()
                 self._updates.move_to_local()
 
@@ -371,12 +376,32 @@ class LocalOptimizer(WrappedOptimizer):
             )
         return super().state_dict()
 
+    def broadcast(self, model: nn.Module | None = None) -> None:
+        """Give all ranks the parameters that rank 0 has in common with them, and the buffers of a model."""
+        self._check_between_steps("broadcast")
+        self._move_to_common()
+        super().broadcast(model)
+
+    def close(self) -> None:
+        """End the worker thread and its connections, and close the sinks; parameters are those of all ranks.
+
+        A round of local steps that is under way stays as it is: call synchronize() before.
+        """
+        if not self._updates.steps:
+            self._move_to_common()
+        super().close()
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from this rank's state_dict(); one of a plain optimizer will do, then residuals start at zero.
 
         Args:
             state_dict: of the same rank and number of ranks; see `oktopk.redistribute` for another number.
         """
+        if self._updates.apart:
+            raise RuntimeError(
+                "the parameters hold updates of this rank alone: call synchronize() on all ranks, load the model, "
+                "then the optimizer"
+            )
         super().load_state_dict(state_dict)
         self._updates.forget()
 

@@ -114,7 +114,9 @@ class WrappedOptimizer(TrainerFrontEnd, Optimizer):
             apply = self._gradients.read_state_dict(self._engine, state_dict[OKTOPK])
         self.inner.load_state_dict(own)
         self._link()
-        if apply is not None:
+        if apply is None:
+            self._engine.drop_residuals()
+        else:
             apply()
             self._buckets_changed()
 

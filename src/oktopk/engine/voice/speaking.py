@@ -17,7 +17,7 @@ _log = logging.getLogger("oktopk")
 _lock, _compiling = threading.Lock(), threading.Lock()
 _hushed = 0
 """Blocks of hushed() that are under way."""
-_compiled = False
+_compiled: set[str] = set()
 
 
 def say(text: str) -> None:
@@ -37,13 +37,14 @@ def say(text: str) -> None:
 
 def compile_once(settings: Settings, speaks: bool) -> None:
     """Compile the kernels of sparse steps in the first step of a run, unless an earlier process has done so."""
-    global _compiled
+    if isinstance(settings.algorithm, Dense):
+        return
     with _compiling:
-        if not _compiled and not isinstance(settings.algorithm, Dense) and must_compile():
+        if settings.algorithm.name not in _compiled and must_compile():
             if speaks:
                 say(COMPILING)
             compile_kernels(settings.algorithm, settings.values)
-        _compiled = True
+        _compiled.add(settings.algorithm.name)
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class FsdpState(FrontEnd):
         self._held = AsyncReducer(
             settings, comm, owns_comm=True, grad_scaler=grad_scaler, sinks=checked, whole=whole
         )
-        self._guard = OptimizerGuard(lambda: self.skipped)
+        self._guard = OptimizerGuard(lambda: self.skipped, self._held.notice_scaler)
         self._model: nn.Module | None = None
         self._handles: dict[str, RemovableHandle] = {}
         self._lock = threading.Lock()  # with several devices, hooks run in several threads
@@ -139,12 +139,14 @@ class FsdpState(FrontEnd):
         self._listen()
         if optimizer is not None:
             self.guard(optimizer)
+        self._engine.plan(sum(p.numel() for p in named.values() if p.requires_grad))
         return self
 
     def guard(self, optimizer: Optimizer) -> GuardHandle:
         """Make skipped steps exact: the optimizer then finds no gradients, and changes nothing.
 
-        An unguarded optimizer sees zero gradients: its momentum and weight decay still act.
+        An unguarded optimizer sees zero gradients: its momentum and weight decay still act. Until a guarded one has
+        stepped it sees NaN, because a GradScaler may be at work: guard all optimizers of the model.
 
         Args:
             optimizer: a torch optimizer, or a wrapper such as Accelerate's.
@@ -211,6 +213,7 @@ class FsdpState(FrontEnd):
         if number == self._pass:
             return
         self._engine.abandon()  # a pass that has failed in the middle
+        self._engine.await_scaler(self._guard.waits)
         self._guard.check()
         if self._guard.handles and not self._guard.applied:
             self._agree_unapplied()
