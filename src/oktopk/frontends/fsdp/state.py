@@ -145,8 +145,8 @@ class FsdpState(FrontEnd):
     def guard(self, optimizer: Optimizer) -> GuardHandle:
         """Make skipped steps exact: the optimizer then finds no gradients, and changes nothing.
 
-        An unguarded optimizer sees zero gradients: its momentum and weight decay still act. Until a guarded one has
-        stepped it sees NaN, because a GradScaler may be at work: guard all optimizers of the model.
+        An unguarded optimizer sees zero gradients: its momentum and weight decay still act. Until a guarded one
+        has stepped it sees NaN, because a GradScaler may be at work: guard all optimizers of the model.
 
         Args:
             optimizer: a torch optimizer, or a wrapper such as Accelerate's.
