@@ -30,7 +30,7 @@ def explain(
         return Loss(reason, [] if peer is None else [peer])
 
     comm = object.__new__(GroupCommunicator)  # without other ranks
-    comm.timeout, comm._interrupted = 7.0, False
+    comm.timeout, comm._interrupted, comm._global_ranks = 7.0, False, range(4)
     comm._board = SimpleNamespace(report_loss=report_loss)
     comm._messages = SimpleNamespace(close=lambda: done.append("hang up"))
     comm._sums = SimpleNamespace(close=lambda: None)

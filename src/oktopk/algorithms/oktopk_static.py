@@ -322,7 +322,7 @@ def share_out(total: Tensor, there: Tensor) -> Tensor:
     """Shares of `total` (0-d), equal as far as there is enough; what is left goes to the first that have more.
 
     >>> share_out(torch.tensor(5), torch.tensor([0, 4, 3])).tolist()
-    [0, 3, 2]
+    [0, 4, 1]
     """
     number = there.numel()
     turn = torch.arange(number, dtype=torch.int32, device=there.device)

@@ -43,8 +43,8 @@ def watched() -> dict[Operation, Traffic]:
             counted[operation] = counted.get(operation, Traffic()) + moved
         return taken
 
-    def around(reducer: AsyncReducer, job: Callable[[Communicator], Any]) -> Any:
-        return run(reducer, lambda meter: job(meter.inner if isinstance(meter, Metered) else meter))
+    def around(reducer: AsyncReducer, job: Callable[[Communicator], Any], **options: bool) -> Any:
+        return run(reducer, lambda meter: job(meter.inner if isinstance(meter, Metered) else meter), **options)
 
     Metered.pop_traffic, AsyncReducer.run = noted, around  # type: ignore[method-assign]
     return counted

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 PATIENCE = 500
 """Seconds; a busy machine is not a bug."""
 RANKS, DENSITY = 3, 0.05
-SPARSE = ("topka", "topkdsa", "gtopk", "gaussiank", "oktopk")
+SPARSE = ("topka", "topkdsa", "gtopk", "gaussiank", "oktopk", "oktopk-static")
 CONTENDERS = list_contenders()
 
 
