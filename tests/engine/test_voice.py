@@ -180,7 +180,7 @@ def test_kernels_compile_in_the_first_step_and_it_is_said_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(speaking, "_compiled", False)
+    monkeypatch.setattr(speaking, "_compiled", set())
     monkeypatch.setattr(speaking, "must_compile", lambda: True)
     compiled = speaking.compile_kernels
 

@@ -64,8 +64,9 @@ def test_sparse_rounds_keep_replicas_and_resume_between_rounds() -> None:
             optimizer.load_state_dict(state)
             optimizer.localize()
             train(second, optimizer, comm.rank, range(9, 15))
-            assert_replicas([values(whole), values(second)])
-            return common(second, optimizer)
+            found = common(second, optimizer)
+        assert_replicas([values(whole), found])
+        return found
 
     assert_replicas(on_ranks(3, job))
 
