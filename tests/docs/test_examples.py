@@ -86,7 +86,7 @@ def test_own_loop_gives_a_whole_report(tmp_path: Path) -> None:
     assert (
         ours["about"] | {"algorithm": "oktopk", "world": 2, "density": 0.01, "parameters": 167178} == ours["about"]
     )
-    assert answers["When did the sparse phase start?"].startswith("At step 20 (both count from 0). Of 200 steps")
+    assert answers["When did the sparse phase start?"].startswith("At step 20 (the first is 0). Of 200 steps")
     assert "What did auto decide?" not in answers  # it is off
     for question, answer in answers.items():
         assert not re.search("not recorded|not known|no validation|No loss|No times|No messages", answer), question

@@ -44,11 +44,11 @@ def _start(run: Run, phases: Phases) -> str:
     if begin is not None:
         step = next(step for step in run.steps if step.number == begin)
         epoch = step.train.get("epoch")
-        where = f"At step {begin:,}" + ("" if epoch is None else f", in epoch {epoch:.0f}")
+        where = f"At step {begin:,} (the first is 0)"
+        if epoch is not None:
+            where = f"At step {begin:,}, in epoch {epoch:.0f} (both count from 0)"
         dense, sparse = (phases.get(phase, {}).get("steps", 0) for phase in (DENSE, SPARSE))
-        return (
-            f"{where} (both count from 0). Of {total:,} steps so far, {dense:,} were dense and {sparse:,} sparse."
-        )
+        return f"{where}. Of {total:,} steps so far, {dense:,} were dense and {sparse:,} sparse."
     if run.algorithm == DENSE:
         return f"Never, as intended: this run is dense. It has {total:,} steps so far."
     planned = whole(run.plan, "dense_steps")
@@ -141,7 +141,7 @@ def _time(means: Mapping[str, Any], phase: str) -> str:
         return "No times were recorded."
     names = _GROUP
     if not (means["seconds"].get("forward") or means["seconds"].get("backward")):  # not timed by the loop
-        names = {group: name for group, name in _GROUP.items() if group != "compute"} | {"rest": _NOT_TIMED}
+        names = {group: name for group, name in _GROUP.items() if group != "compute"} | _NOT_TIMED
     parts = ", ".join(f"{names[group]} {percent(share)}" for group, share in shares.items() if group in names)
     first = " The first step of the phase, which may compile kernels, is left out." if means["steps"] > 1 else ""
     return (
@@ -157,7 +157,10 @@ _GROUP = {
     "wait": "wait for late ranks",
     "rest": "the rest (data, update)",
 }
-_NOT_TIMED = "the rest (data, forward, backward and update, which the loop did not time)"
+_NOT_TIMED = {
+    "communicate": "communicate (exchange, and waking the main thread)",
+    "rest": "the rest (data, forward, backward and update, which the loop did not time)",
+}
 
 
 def _hidden(means: Mapping[str, Any], phase: str) -> str:
