@@ -1,6 +1,7 @@
 """Time to the same quality: the experiments behind docs/quality.md, as races that can be interrupted.
 
     python benchmarks/quality.py equal-time    120 s each at 100 Mbit/s: gpt of 3.2M parameters, AdamW
+    python benchmarks/quality.py adamw         quality by step: the same model, 800 steps
     python benchmarks/quality.py an4 gpt       quality by step, time to target at three rates, some cells in full
     python benchmarks/quality.py cifar10       quality by step
 
@@ -30,6 +31,7 @@ AN4_SPARSE = f"oktopk:density=0.01:warmup_steps=336:ramp_steps=224:norm_clip=40:
 CIFAR_SPARSE = f"oktopk:density=0.01:warmup_steps=128:{FIXED}"
 GPT_SPARSE = f"oktopk:density=0.01:warmup_steps=128:{FIXED}"
 ONE, FIVE = (f"oktopk:density={density}:values=fp16:warmup_steps=10" for density in (0.01, 0.05))
+ADAMW = f"density=0.01:warmup_steps=10:{FIXED}"
 RATES = "1gbit,100mbit,20mbit"
 
 
@@ -65,6 +67,11 @@ EXPERIMENTS = {
         "gpt_race", "shakespeare", ("--seconds", "120"),
         (Command((ONE, FIVE, "powersgd:4"), "0,1,2", "100mbit"),
          Command(("ddp", "ddp-fp16", "powersgd:2", "oktopk"), "0", "100mbit")),
+    ),
+    "adamw": Experiment(
+        "gpt_race", "shakespeare", ("--steps", "800", "--val-every-steps", "50"),
+        (Command(("ddp", f"local:{ADAMW}", f"oktopk:{ADAMW}"), "0,1,2"),),
+        "val loss<=1.90",
     ),
     "an4": Experiment(
         "lstman4_small", "an4", ("--val-every-steps", "224"),

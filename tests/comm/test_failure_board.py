@@ -112,8 +112,8 @@ def test_a_last_word_comes_through_after_a_question_that_takes_too_long(
     set_timeouts(monkeypatch, store=0.1)
     one, other = ranks()[:2]
     store.open.clear()
-    assert one.report_loss(2) == Loss(None, [2])  # as far as is known without the store
-    assert one.report_loss(None) == Loss(None, [])
+    assert one.report_loss(2) == Loss(None, [2], isolated=True)  # as far as is known without the store
+    assert one.report_loss(None) == Loss(None, [], isolated=True)
     one.post_failure("rank 0 failed: fire")
     store.open.set()
     set_timeouts(monkeypatch, store=60.0, failure_notes=60.0)

@@ -20,17 +20,17 @@ IN_TIME, LATE = math.inf, 0.0
 
 
 def explain(
-    error: Exception, peer: int | None, deadline: float, reason: str | None = None
+    error: Exception, peer: int | None, deadline: float, reason: str | None = None, isolated: bool = False
 ) -> tuple[list[str], CommError]:
     """What the communicator does, in its order, and the error that it makes."""
     done: list[str] = []
 
     def report_loss(peer: int | None) -> Loss:
         done.append("notes")
-        return Loss(reason, [] if peer is None else [peer])
+        return Loss(reason, [] if peer is None else [peer], isolated)
 
     comm = object.__new__(GroupCommunicator)  # without other ranks
-    comm.timeout, comm._interrupted, comm._global_ranks = 7.0, False, range(4)
+    comm.timeout, comm._interrupted, comm._global_ranks, comm.rank = 7.0, False, range(4), 3
     comm._board = SimpleNamespace(report_loss=report_loss)
     comm._messages = SimpleNamespace(close=lambda: done.append("hang up"))
     comm._sums = SimpleNamespace(close=lambda: None)
@@ -57,7 +57,12 @@ def test_a_rank_that_is_late_waits_for_notes_first() -> None:
 def test_a_sum_that_is_late_hangs_up_first() -> None:
     done, error = explain(RuntimeError("timeout"), None, LATE)
     assert done[:2] == ["hang up", "notes"]
-    assert "no answer from the other ranks" in str(error)
+    assert str(error).endswith("no answer from the other ranks within 7 s")
+
+
+def test_a_rank_without_a_link_says_that_it_may_be_its_own() -> None:
+    _, error = explain(RuntimeError("timeout"), None, LATE, isolated=True)
+    assert str(error).endswith("nor from the job's store: its host is lost, or the link of rank 3 is down")
 
 
 def test_the_reason_of_another_rank_counts() -> None:

@@ -37,6 +37,8 @@ class Loss(NamedTuple):
     """The error of the first rank that failed, if it posted one."""
     ranks: list[int]
     """The ranks that are lost, as far as the notes of others tell."""
+    isolated: bool = False
+    """Whether the store did not answer either."""
 
 
 class FailureBoard:
@@ -103,10 +105,11 @@ class FailureBoard:
             store.set(self._failures, self._sign(self._failures, _UNKNOWN))
             return True
 
-        loss = None
-        if self._query(write, TIMEOUTS.store):
-            loss = self._query(lambda store: self._collect(store, peer), TIMEOUTS.failure_notes + TIMEOUTS.poll)
-        return loss or Loss(None, [] if peer is None else [peer])
+        known = [] if peer is None else [peer]
+        if not self._query(write, TIMEOUTS.store):
+            return Loss(None, known, isolated=True)
+        loss = self._query(lambda store: self._collect(store, peer), TIMEOUTS.failure_notes + TIMEOUTS.poll)
+        return loss or Loss(None, known)
 
     def _collect(self, store: Any, peer: int | None) -> Loss:
         """Wait for a reason, or for notes of all ranks."""

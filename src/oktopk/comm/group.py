@@ -271,7 +271,7 @@ class GroupCommunicator(Communicator):
         late = time.monotonic() >= deadline - _TOLERANCE
         if peer is None or not late:
             self.close()
-        reason, missing = self._board.report_loss(error.peer if isinstance(error, LostRank) else peer)
+        reason, missing, isolated = self._board.report_loss(error.peer if isinstance(error, LostRank) else peer)
         lost = [self.global_rank(rank) for rank in missing]
         if late:  # a pending receive would get the next message, and ranks that wait for this one shall notice
             self.close()
@@ -279,6 +279,9 @@ class GroupCommunicator(Communicator):
         what = f"the connection to {who} failed: {error}"
         if late:
             what = f"no answer from {who} within {seconds_until(deadline, self.timeout):g} s"
+        if isolated and not lost:
+            me = self.global_rank(self.rank)
+            what += f", nor from the job's store: its host is lost, or the link of rank {me} is down"
         if reason is None:
             return (CommTimeout if late else CommError)(f"{operation}: {what}")
         if late and not any(re.search(rf"rank {rank}\b", reason) for rank in lost):  # the reason does not cover it
