@@ -167,6 +167,8 @@ def run(setting: Setting, job: Job, fault: Fault | None) -> list[Report]:
         ranks = stack.enter_context(
             _start(setting.transport, lab, Orders(job, fault, timeout, signs, setting.transport == "gloo", way))
         )
+        if fault is not None:
+            stack.callback(end_orphans, signs / f"children {fault.rank}")
         if not worlds.wait_until(
             lambda: all((signs / f"ready {rank}").exists() for rank in range(job.world)), START
         ):
