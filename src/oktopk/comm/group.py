@@ -26,6 +26,7 @@ from .base import Communicator
 from .failure_board import FailureBoard
 from .fixed import OverGroup
 from .messages import Closed, LostRank, Messages, Transfer
+from .process_group.gloo_forks import leave_gloo_to_parent
 from .process_group.gloo_messages import GlooMessages
 from .process_group.limits import group_timeout, raise_file_limit, timeout_problem
 from .process_group.scheduling import batch_scheduled
@@ -120,6 +121,7 @@ class GroupCommunicator(Communicator):
         companion: bool | None = None,
     ) -> None:
         _require_torch_distributed()
+        leave_gloo_to_parent()
         given: Any = dist.group.WORLD if group is None else group
         mistake = timeout_problem(timeout)
         seconds = group_timeout(given) if timeout is None or mistake else timeout

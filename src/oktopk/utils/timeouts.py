@@ -46,6 +46,8 @@ class Timeouts:
     """For a thread to finish what it does when it is closed, or once it was woken."""
     exit: float = 0.5
     """The same when the process ends."""
+    busy_loop: float = 0.2
+    """For a thread of gloo to be idle when this process forks."""
     immediate: float = 0.001
     """A wait that is over at once."""
     between_hosts: float = 1.25

@@ -22,16 +22,16 @@ def batch_scheduled() -> Iterator[None]:
     thread when it woke up, both are stuck until its time slice is over. Batch work does not preempt; on an idle
     core it runs at once. Where the system has no such class, nothing happens.
     """
-    before = _loop_threads()
+    before = loop_threads()
     yield
-    for thread in _loop_threads() - before:
+    for thread in loop_threads() - before:
         try:
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
         except OSError as error:  # a sandbox may forbid it: sums are then only slower
             _log.debug("gloo's thread keeps its scheduling class: %s", error)
 
 
-def _loop_threads() -> set[int]:
+def loop_threads() -> set[int]:
     """The threads of this process with gloo's name; none where the system does not tell."""
     if not hasattr(os, "sched_setscheduler") or not _THREADS.is_dir():
         return set()
