@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -56,8 +56,9 @@ def beside(kind: str, note: Path) -> Iterator[None]:
         yield
 
 
-def end_orphans(note: Path) -> None:
-    """End the children of a rank that was killed."""
-    for pid in note.read_text().split() if note.exists() else ():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+def end_orphans(notes: Iterable[Path], running: Container[int]) -> None:
+    """End the children of ranks that were killed, as far as they still run."""
+    for pid in (int(pid) for note in notes for pid in note.read_text().split()):
+        if pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

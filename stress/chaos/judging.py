@@ -18,11 +18,17 @@ from tests.support import stepping
 ENDED, WENT_ON, HANG, WRONG, LEAK = "ended with a named error", "went on correctly", "hang", "wrong", "leak"
 CHANGED = "went on with a changed sum"
 """Of gloo's own connections only, whose bytes nobody checks."""
+ABORTED = "ended with an abort inside gloo"
+"""Likewise: gloo ends the process when it meets a header that cannot be."""
 MISSED = "the fault did not happen"
 NAMED = {"a rank": r"rank \d+", "the operation": r"\w+ \([\w ]+\)"}
 """What an error must say, beside which rank says so in which step: who, and where."""
 OF_A_RANK = ("raise", "die", "die with a child", "die with a loader", "stop", "link down")
 """After these, somebody has to name the rank."""
+
+
+class GlooAbort(RuntimeError):
+    """What ended a rank whose process gloo has aborted."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def judge(
 def judge_sums(
     job: Job, fault: Fault, undisturbed: Sequence[Report], disturbed: Sequence[Report], harmless: bool
 ) -> tuple[str, str]:
-    """The same where the bytes of gloo's sums were disturbed, which nobody checks: a sum may be wrong."""
+    """The same where the bytes of gloo's sums were disturbed: a sum may be wrong, and gloo may abort a rank."""
     if disturbed[fault.rank].struck is None:
         return MISSED, f"rank {fault.rank} has not come to {fault.moment}"
     changed = different(undisturbed, disturbed) or unlawful(disturbed, job.ranks_per_host)
@@ -72,6 +78,8 @@ def judge_sums(
         return WRONG, f"a fault that does no harm: {changed}, {failed}"
     if problem := unnamed(job, fault, disturbed, nameable=False):
         return WRONG, problem
+    if any(isinstance(error, GlooAbort) for error in failed.values()):
+        return ABORTED, ""
     return (ENDED if failed else CHANGED if changed else WENT_ON), ""
 
 
@@ -127,7 +135,8 @@ def unnamed(job: Job, fault: Fault, reports: Sequence[Report], nameable: bool) -
         done, error = len(report.steps), report.error
         if error is None and done < job.steps:
             return f"rank {rank} ended without an error after {done} steps"
-        if error is None or (rank == fault.rank and isinstance(error, (Burned, Death))):
+        own = rank == fault.rank and isinstance(error, (Burned, Death))
+        if error is None or own or isinstance(error, GlooAbort):
             continue
         if job.front_end == "ddp" and of_ddp(error) and any(isinstance(r.error, OkTopkError) for r in reports):
             continue

@@ -18,7 +18,7 @@ from stress.chaos.cases import Job
 from stress.chaos.children import beside
 from stress.chaos.faults import Acts, Fault, Faulty, burn
 from stress.chaos.jobs import Report, take_part
-from stress.chaos.process_cases import DEATHS, LINKS, MESH
+from stress.chaos.process_cases import DEATHS, GLOO, LINKS, MESH
 from stress.chaos.relay import BYTE_FAULTS
 from stress.chaos.relayed import gloo_through_relay, through_relay
 from tests.support import worlds
@@ -42,10 +42,18 @@ class Orders:
     """Whose connections go through a relay, and its port."""
 
 
+def gloo_stderr(signs: Path, rank: int) -> Path:
+    """Where a rank whose gloo connections are disturbed leaves what gloo says before it ends the process."""
+    return signs / f"stderr {rank}"
+
+
 def rank_of_case(connect: Callable[..., oktopk.Communicator], orders: Orders) -> Report:
     """All steps, over a communicator that lets the fault happen; the error is in the report."""
     torch.set_num_threads(1)
     signs, fault, report = orders.signs, orders.fault, Report()
+    if orders.relay is not None and orders.relay[0] == GLOO:
+        with gloo_stderr(signs, dist.get_rank()).open("wb") as file:
+            os.dup2(file.fileno(), 2)
     with _relayed(orders):
         comm = connect(timeout=60.0, **({"companion": True} if orders.companion else {}))
     oktopk.sparse_allreduce(torch.ones(2000), 0.05, comm=comm)  # compiles the kernels

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stress.chaos.judging import CHANGED, ENDED, HANG, LEAK, MISSED, WENT_ON, WRONG, Verdict
+from stress.chaos.judging import ABORTED, CHANGED, ENDED, HANG, LEAK, MISSED, WENT_ON, WRONG, Verdict
 
-GOOD = (ENDED, WENT_ON, CHANGED)
+GOOD = (ENDED, WENT_ON, CHANGED, ABORTED)
 _COLUMNS = {"named error": ENDED, "continued": WENT_ON, "hangs": HANG, "wrong": WRONG, "leaks": LEAK}
-_RARE = {"not struck": MISSED, "changed sum": CHANGED}
+_RARE = {"not struck": MISSED, "changed sum": CHANGED, "gloo aborted": ABORTED}
 """Columns that a table has only if there is something in them."""
 
 

@@ -245,11 +245,28 @@ def run(case: Case, timeout: float) -> tuple[list[Report], Liar]:
 
 
 def outcome(made: Case) -> str:
-    """What became of a case; LawBroken if that is not right. A rank that timed out gets a second, patient try."""
+    """What became of a case; LawBroken if that is not right."""
+    return outcome_and_reductions(made)[0]
+
+
+def outcome_and_reductions(made: Case) -> tuple[str, int]:
+    """The same, and how many reductions it had. A rank that timed out gets a second, patient try."""
+    reports, liar = run(made, IMPATIENT)
     try:
-        return judge(made, *run(made, IMPATIENT))
+        found = judge(made, reports, liar)
     except Disturbed:
-        return judge(made, *run(made, PATIENT))
+        reports, liar = run(made, PATIENT)
+        found = judge(made, reports, liar)
+    return found, reductions(made, reports)
+
+
+def reductions(made: Case, reports: list[Report]) -> int:
+    """Steps that some rank has begun; what ended a rank before its first step is none."""
+    begun = [
+        len(report.steps) + (report.error is not None and (report.start is not None or not made.engine))
+        for report in reports
+    ]
+    return min(max(begun), made.steps)
 
 
 def judge(case: Case, reports: list[Report], liar: Liar) -> str:

@@ -10,15 +10,15 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from stress.fuzz.lying import LawBroken, case, outcome
+from stress.fuzz.lying import LawBroken, case, outcome, outcome_and_reductions
 from stress.fuzz.worker import tell
 
 WARM_UP = 40
 
 
-def _outcome(number: int) -> tuple[str, str]:
+def _outcome(number: int) -> tuple[str, str, int]:
     made = case(number)
-    return made.kind, outcome(made)
+    return made.kind, *outcome_and_reductions(made)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python -m stress.fuzz.run --lying                whole reductions with a lying rank, likewise
     python -m stress.fuzz.run --case 1234            one case, in full; with --lying, one of those
 
-A case has a number: `--first` goes on where an earlier run has ended.
+A case has a number: `--first` goes on where an earlier run has ended. With `--out FILE` results are written as
+they come, and the same command goes on with a run that was interrupted.
 
 The exit code is 0 if every case was judged and none has failed.
 """
@@ -21,43 +22,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from stress.fuzz.results import Results, Slice, Tally
 
 ROOT = Path(__file__).parents[2]
 WORKER = (sys.executable, "-m", "stress.fuzz.worker")
 LYING_WORKER = (sys.executable, "-m", "stress.fuzz.lying_worker")
-CASES, LYING_CASES = 1_000_000, 200_000
-SLICE = 50_000
-"""Cases of a process, at most."""
+CASES, LYING_CASES = 1_000_000, 112_000
+"""These jobs with a lying rank have more than 200,000 reductions."""
+SLICE, LYING_SLICE = 50_000, 2_000
+"""Cases of a process, at most: about a minute."""
 CHECKED_SHARE = 10
 """One slice of so many has bounds checks."""
 PATIENCE, START_PATIENCE = 30.0, 300.0
 """Seconds for one case, and for a process to begin: its kernels may have to be compiled."""
 NOT_YET = 2**64 - 1
-
-
-@dataclass
-class Tally:
-    """What has become of cases."""
-
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    failures: list[tuple[int, str, str]] = field(default_factory=list)
-    """Number of the case, kind, what was wrong."""
-    peak_bytes: int = 0
-
-    @property
-    def cases(self) -> int:
-        return sum(self.counts.values()) + len(self.failures)
-
-    def add(self, other: Tally) -> None:
-        self.counts += other.counts
-        self.failures += other.failures
-        self.peak_bytes = max(self.peak_bytes, other.peak_bytes)
 
 
 def judge_all(
@@ -95,7 +78,7 @@ def _in_process(
                 child.kill()
         said.seek(0)
         if how is None:
-            return _told(said.read()), None
+            return Tally.from_json(json.loads(said.read())), None
         (number,) = struct.unpack("<Q", present[:8])
         if number == NOT_YET:
             raise SystemExit(f"{' '.join(arguments)} did not begin: {how}")
@@ -130,12 +113,6 @@ def _place() -> Iterator[tuple[str, mmap.mmap]]:
             yield file.name, present
 
 
-def _told(said: bytes) -> Tally:
-    content = json.loads(said)
-    counts = Counter({(kind, outcome): count for kind, outcome, count in content["counts"]})
-    return Tally(counts, [tuple(row) for row in content["failures"]], content["peak_bytes"])
-
-
 # The command.
 
 
@@ -144,18 +121,30 @@ def main() -> int:
     parser.add_argument("--lying", action="store_true", help="whole reductions with a lying rank")
     parser.add_argument("--cases", type=int, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of the first case")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="at a time")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of JSON lines, for the results as they come")
     parser.add_argument("--case", type=int, metavar="NUMBER", help="do this case alone, and show it")
     options = parser.parse_args()
     if options.case is not None:
         return _show_lie(options.case) if options.lying else _show(options.case)
     start, wanted = time.monotonic(), options.cases or (LYING_CASES if options.lying else CASES)
     command = LYING_WORKER if options.lying else WORKER
-    plain, checked = _run(options.first, wanted, options.processes, command)
-    seconds = time.monotonic() - start
+    slices, results = slices_of(options.first, wanted, options.lying), Results(options.out)
+    before = sum(results.known[place].cases for place in slices if place in results.known)
+    judge_slices([place for place in slices if place not in results.known], options.processes, command, results)
+    plain, checked = Tally(), Tally()
+    for place in slices:
+        (checked if place.checked else plain).add(results.known[place])
     print(text(plain, checked, options.lying))
-    cases, failed = plain.cases + checked.cases, plain.failures + checked.failures
-    print(f"{cases:,} cases in {seconds:.0f} s ({cases / seconds:,.0f} a second), {len(failed)} failed")
+    seconds, cases, failed = (
+        time.monotonic() - start,
+        plain.cases + checked.cases,
+        plain.failures + checked.failures,
+    )
+    speed = f"{cases - before:,} cases in {seconds:.0f} s ({(cases - before) / seconds:,.0f} a second)"
+    if options.lying:
+        print(f"{plain.operations + checked.operations:,} reductions")
+    print(f"{speed}{f' after {before:,} earlier' if before else ''}, {len(failed)} failed")
     if cases != wanted:
         print(f"{wanted:,} cases should have been judged")
     return int(bool(failed) or cases != wanted)
@@ -182,19 +171,31 @@ def _show(number: int) -> int:
     return 0
 
 
-def _run(first: int, cases: int, processes: int, command: Sequence[str]) -> tuple[Tally, Tally]:
-    """Without and with bounds checks."""
+def slices_of(first: int, cases: int, lying: bool) -> list[Slice]:
+    """One of so many has bounds checks."""
+    size, last = max(1, min(LYING_SLICE if lying else SLICE, cases // CHECKED_SHARE)), first + cases
+    return [
+        Slice(
+            "lying" if lying else "messages",
+            begin,
+            min(begin + size, last),
+            place % CHECKED_SHARE == CHECKED_SHARE - 1,
+        )
+        for place, begin in enumerate(range(first, last, size))
+    ]
+
+
+def judge_slices(slices: Sequence[Slice], processes: int, command: Sequence[str], results: Results) -> None:
     from tqdm import tqdm
 
-    size = max(1, min(SLICE, cases // CHECKED_SHARE))
-    slices = [(begin, min(begin + size, first + cases)) for begin in range(first, first + cases, size)]
-    plain, checked = Tally(), Tally()
-    with tempfile.TemporaryDirectory() as cache, tqdm(total=cases, unit="case", unit_scale=True) as bar:
+    total = sum(place.end - place.begin for place in slices)
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        tqdm(total=total, unit="case", unit_scale=True, disable=None) as bar,
+    ):
         with_checks = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": cache}
 
-        def judge(place: int) -> tuple[bool, Tally]:
-            is_checked = place % CHECKED_SHARE == CHECKED_SHARE - 1
-            begin, end = slices[place]
+        def judge(place: Slice) -> None:
             done = 0
 
             def tick(number: int) -> None:
@@ -202,14 +203,13 @@ def _run(first: int, cases: int, processes: int, command: Sequence[str]) -> tupl
                 bar.update(max(0, number - done))
                 done = max(done, number)
 
-            found = judge_all(begin, end, with_checks if is_checked else os.environ, command, tick=tick)
-            tick(end - begin)
-            return is_checked, found
+            environment = with_checks if place.checked else os.environ
+            results.keep(place, judge_all(place.begin, place.end, environment, command, tick=tick))
+            tick(place.end - place.begin)
 
         with ThreadPoolExecutor(processes) as pool:
-            for is_checked, found in pool.map(judge, range(len(slices))):
-                (checked if is_checked else plain).add(found)
-    return plain, checked
+            for done in as_completed([pool.submit(judge, place) for place in slices]):
+                done.result()
 
 
 def text(plain: Tally, checked: Tally, lying: bool = False) -> str:

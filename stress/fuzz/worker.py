@@ -13,7 +13,6 @@ import os
 import resource
 import struct
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from numba import njit
 from stress.fuzz.cases import Case, case
 from stress.fuzz.corpus import corpus
 from stress.fuzz.judge import judging
+from stress.fuzz.results import Tally
 
 ROOM = 2**29
 """Bytes of address space that decoding may add to what the process has: far more than any case needs."""
@@ -35,19 +35,18 @@ def main(first: int, last: int, place: Path) -> None:
             judge.outcome(_unchanged(number))
         _limit_memory()
 
-        def outcome(number: int) -> tuple[str, str]:
+        def outcome(number: int) -> tuple[str, str, int]:
             made = case(number)
-            return made.kind, judge.outcome(made)
+            return made.kind, judge.outcome(made), 1
 
         tell(first, last, place, outcome)
 
 
-def tell(first: int, last: int, place: Path, outcome: Callable[[int], tuple[str, str]]) -> None:
-    """Judge the cases by outcome(number), which returns what was done and what became of it."""
+def tell(first: int, last: int, place: Path, outcome: Callable[[int], tuple[str, str, int]]) -> None:
+    """Judge the cases by outcome(number): what was done, what became of it, and in how many operations."""
     if os.environ.get("NUMBA_BOUNDSCHECK") == "1":
         _check_that_bounds_are_checked()
-    counts: Counter[tuple[str, str]] = Counter()
-    failures: list[list[object]] = []
+    tally = Tally()
     with open(place, "r+b") as file, mmap.mmap(file.fileno(), 8) as present:
         parent = os.getppid()
         for number in range(first, last):
@@ -55,14 +54,15 @@ def tell(first: int, last: int, place: Path, outcome: Callable[[int], tuple[str,
             if os.getppid() != parent:  # nobody waits for the answer any more
                 raise SystemExit(1)
             try:
-                counts[outcome(number)] += 1
+                kind, found, operations = outcome(number)
+                tally.counts[kind, found] += 1
+                tally.operations += operations
             except Exception as error:  # whatever it is: it is no error of the library
-                failures.append([number, "", f"{type(error).__name__}: {error}"])
-                if len(failures) >= _MOST_FAILURES:
+                tally.failures.append((number, "", f"{type(error).__name__}: {error}"))
+                if len(tally.failures) >= _MOST_FAILURES:
                     break
-    rows = [[kind, found, count] for (kind, found), count in counts.items()]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"counts": rows, "failures": failures, "peak_bytes": peak}))
+    tally.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(tally.to_json()))
 
 
 def _unchanged(number: int) -> Case:

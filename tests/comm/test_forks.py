@@ -29,6 +29,7 @@ TIMEOUT, SOON = 300.0, 15.0
 docs/reliability.md promises are checked by stress/chaos."""
 LONG = timedelta(seconds=30)
 
+
 def average(comm: Communicator) -> object:
     return sparse_allreduce(torch.ones(2000), 0.05, "oktopk", comm=comm)
 
@@ -80,7 +81,7 @@ def test_a_killed_rank_whose_child_lives_is_noticed_before_the_timeout(name: str
 
 
 def wait_for_buffers(connect: Callable[..., Communicator], kind: str, folder: Path) -> None:
-    """DDP broadcasts buffers before each forward pass, in torch's own group; rank 0 does not come to the second."""
+    """DDP broadcasts buffers before a forward pass, in torch's own group; rank 0 does not come to the second."""
     model = DistributedDataParallel(nn.BatchNorm1d(3))
     with OkTopkState(density=0.5, warmup_steps=0, timeout=TIMEOUT).register(model):
         model(torch.ones(4, 3)).sum().backward()

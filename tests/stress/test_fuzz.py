@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,7 @@ for number in range(first, last):
         time.sleep(600)
 failures = [[13, "x", "IndexError"]] if first <= 13 < last else []
 counts = [["x", "decoded", last - first - len(failures)]]
-print(json.dumps({"counts": counts, "failures": failures, "peak_bytes": 0}))
+print(json.dumps({"counts": counts, "failures": failures, "peak_bytes": 0, "operations": 0}))
 """
 
 
@@ -183,6 +184,38 @@ def test_a_case_that_nobody_has_judged_is_noticed(lost: int, monkeypatch: pytest
     monkeypatch.setattr(fuzz_run, "judge_all", judged)
     monkeypatch.setattr(sys, "argv", ["run.py", "--cases", "100", "--processes", "3"])
     assert fuzz_run.main() == lost
+
+
+def test_an_interrupted_run_goes_on_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slices are kept as they come; the summary at the end is of all of them."""
+    out, judged = tmp_path / "fuzz.jsonl", []
+
+    def judge(first: int, last: int, *arguments: Any, **options: Any) -> Tally:
+        if len(judged) == 4:
+            raise KeyboardInterrupt
+        judged.append(first)
+        return Tally(Counter({("cut", DECODED): last - first}), operations=last - first)
+
+    monkeypatch.setattr(fuzz_run, "judge_all", judge)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--cases", "100", "--processes", "1", "--out", str(out)])
+    with pytest.raises(KeyboardInterrupt):
+        fuzz_run.main()
+    lines = out.read_text()
+    assert lines.count("\n") == 4
+    out.write_text(lines + '{"slice": ["messages", 40')
+    judged[:] = judged[:3]
+    with pytest.raises(KeyboardInterrupt):
+        fuzz_run.main()
+    assert judged == [0, 10, 20, 40]
+    monkeypatch.setattr(
+        fuzz_run, "judge_all", lambda first, last, *a, **o: Tally(Counter({("cut", DECODED): last - first}))
+    )
+    assert fuzz_run.main() == 0
+    said = capsys.readouterr().out
+    assert "50 cases in" in said
+    assert "after 50 earlier, 0 failed" in said
 
 
 # Sealed messages.
