@@ -138,7 +138,7 @@ def unnamed(job: Job, fault: Fault, reports: Sequence[Report], nameable: bool) -
         own = rank == fault.rank and isinstance(error, (Burned, Death))
         if error is None or own or isinstance(error, GlooAbort):
             continue
-        if job.front_end == "ddp" and of_ddp(error) and any(isinstance(r.error, OkTopkError) for r in reports):
+        if job.front_end == "ddp" and of_ddp(error) and any(isinstance(r.error, _REASONS) for r in reports):
             continue
         says, when, _ = str(error).rpartition(f" (rank {rank}, step {done})")
         if not when and done == 0 and "(agreement)" in str(error):  # about the arguments, before the first step
@@ -156,6 +156,10 @@ def unnamed(job: Job, fault: Fault, reports: Sequence[Report], nameable: bool) -
         return None
     known = any(re.search(rf"rank {fault.rank}\b", says) for says in said)
     return None if known else f"nobody names rank {fault.rank}: {said}"
+
+
+_REASONS = (OkTopkError, Burned, Death)
+"""What has ended some rank, if another one has only lost it."""
 
 
 def of_ddp(error: BaseException) -> bool:

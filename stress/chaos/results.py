@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stress.chaos.judging import ABORTED, CHANGED, ENDED, HANG, LEAK, MISSED, WENT_ON, WRONG, Verdict
+from stress.lines import keep_line, kept_lines
 
 GOOD = (ENDED, WENT_ON, CHANGED, ABORTED)
 _COLUMNS = {"named error": ENDED, "continued": WENT_ON, "hangs": HANG, "wrong": WRONG, "leaks": LEAK}
@@ -27,22 +27,13 @@ class Results:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.known: dict[tuple[str, int], Verdict] = {}
-        text = path.read_text() if path is not None and path.exists() else ""
-        for line in text[: text.rfind("\n") + 1].splitlines():  # the last one may be half a line
-            self._remember(json.loads(line))
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(self._line(*key) for key in self.known))
+        for entry in kept_lines(path):
+            self._remember(entry)
 
     def _remember(self, entry: dict[str, Any]) -> None:
         late = entry.pop("late")
         where = entry.pop("where")
         self.known[where, entry["number"]] = Verdict(**entry, late=-math.inf if late is None else late)
-
-    def _line(self, where: str, number: int) -> str:
-        entry = {"where": where, **asdict(self.known[where, number])}
-        entry["late"] = entry["late"] if math.isfinite(entry["late"]) else None
-        return json.dumps(entry) + "\n"
 
     def missing(self, where: str, numbers: Iterable[int]) -> list[int]:
         """Those of which nothing is known yet."""
@@ -52,9 +43,8 @@ class Results:
         """The verdicts, each written before the next one is asked for."""
         for verdict in verdicts:
             self.known[where, verdict.number] = verdict
-            if self.path is not None:
-                with self.path.open("a") as file:
-                    file.write(self._line(where, verdict.number))
+            late = verdict.late if math.isfinite(verdict.late) else None
+            keep_line(self.path, {"where": where, **asdict(verdict), "late": late})
             yield verdict
 
     def of(self, where: str, numbers: Iterable[int]) -> list[Verdict]:

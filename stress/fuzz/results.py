@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from stress.lines import keep_line, kept_lines
 
 
 class Slice(NamedTuple):
@@ -60,18 +61,10 @@ class Results:
         self.path = path
         self.known: dict[Slice, Tally] = {}
         self._turn = threading.Lock()
-        text = path.read_text() if path is not None and path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # the last line may be half a line
-        for line in whole.splitlines():
-            content = json.loads(line)
+        for content in kept_lines(path):
             self.known[Slice(*content.pop("slice"))] = Tally.from_json(content)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(whole)
 
     def keep(self, place: Slice, tally: Tally) -> None:
         with self._turn:
             self.known[place] = tally
-            if self.path is not None:
-                with self.path.open("a") as file:
-                    file.write(json.dumps({"slice": place, **tally.to_json()}) + "\n")
+            keep_line(self.path, {"slice": place, **tally.to_json()})

@@ -34,7 +34,7 @@ WORKER = (sys.executable, "-m", "stress.fuzz.worker")
 LYING_WORKER = (sys.executable, "-m", "stress.fuzz.lying_worker")
 CASES, LYING_CASES = 1_000_000, 112_000
 """These jobs with a lying rank have more than 200,000 reductions."""
-SLICE, LYING_SLICE = 50_000, 2_000
+SLICE, LYING_SLICE = 50_000, 2_800
 """Cases of a process, at most: about a minute."""
 CHECKED_SHARE = 10
 """One slice of so many has bounds checks."""

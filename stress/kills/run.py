@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
@@ -26,6 +26,7 @@ from oktopk.errors import OkTopkError
 from oktopk.tools.tables import format_table
 from oktopk.utils.locks import LOCK
 from stress.kills.job import Flags, P, live
+from stress.lines import keep_line, kept_lines
 from tests.support import worlds
 
 PATIENCE = 120.0
@@ -156,8 +157,10 @@ def kills(folder: Path, reference: Reference, random: Random, count: int) -> Ite
     assert "skipping checkpoint" not in (folder / "run" / "train.log").read_text()
 
 
-def session(count: int, seed: int) -> Iterator[Kill]:
+def session(count: int, seed: int | str) -> Iterator[Kill]:
     """Until so many kills have met a save; others are reported, too."""
+    if count <= 0:
+        return
     random, number = Random(seed), 0
     with tempfile.TemporaryDirectory(prefix="oktopk-kills-") as name:
         folder = Path(name)
@@ -187,11 +190,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="how many must meet a save (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a file of JSON lines for the results as they come; the same command goes on with it",
+    )
     chosen = parser.parse_args()
-    done: list[Kill] = []
-    with tqdm(total=chosen.kills, unit="kill", disable=None) as bar:
-        for one in session(chosen.kills, chosen.seed):
+    done = [Kill(**{**line, "problems": tuple(line["problems"])}) for line in kept_lines(chosen.out)]
+    met = sum(one.in_save for one in done)
+    with tqdm(total=chosen.kills, initial=met, unit="kill", disable=None) as bar:
+        for one in session(chosen.kills - met, f"{chosen.seed} after {len(done)}" if done else chosen.seed):
             done.append(one)
+            keep_line(chosen.out, asdict(one))
             bar.update(one.in_save)
             for problem in one.problems:
                 bar.write(f"{one.what} killed: {problem}")

@@ -5,13 +5,14 @@ python -m stress.kills.save_deaths          # make kills, which goes on with run
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from oktopk.comm import gather_json
 from oktopk.errors import CommError
 from oktopk.tools.tables import format_table
 from oktopk.train.checkpoint.storage import Checkpoints
+from stress.lines import keep_line, kept_lines
 from tests.support import worlds
 from tests.support.train import saving
 from tests.support.train.saving import MODEL, Crash, Disk, assert_made
@@ -87,8 +89,13 @@ def assert_resumes(folder: Path, step: int, world: int) -> str:
     return said
 
 
-def deaths(folder: Path, case: Case, every: int = 1) -> Iterator[Death]:
-    """At each point of a save, on each rank; or only at every n-th, for those with less time."""
+def deaths(
+    folder: Path, case: Case, every: int = 1, known: Container[tuple[int, int]] = frozenset()
+) -> Iterator[Death]:
+    """At each point of a save, on each rank; or only at every n-th, for those with less time.
+
+    Points that are known already are left out, by their rank and number.
+    """
     step, world = case.step, case.world
     start = prepared(folder / "start", world)
     whole = shutil.copytree(start, folder / "whole")
@@ -96,7 +103,7 @@ def deaths(folder: Path, case: Case, every: int = 1) -> Iterator[Death]:
     assert counts[0] > max(counts[1:])  # rank 0 does the most
     assert assert_resumes(whole, step, world) == f"step {step}, mark 1"
     points = [(victim, at) for victim, count in enumerate(counts) for at in range(1, count + 1)]
-    for victim, at in points[::-every]:
+    for victim, at in (point for point in points[::-every] if point not in known):
         place = shutil.copytree(start, folder / f"{victim}-{at}")
         with worlds.start("gloo", world, save_and_die, place, step, victim, at) as ranks:
             assert ranks.running(range(world), 2 * TIMEOUT) == []
@@ -110,10 +117,21 @@ def main() -> int:
     """Each problem is an AssertionError."""
     from tqdm import tqdm
 
-    rows = []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="a file of JSON lines for the results as they come; the same command goes on with it",
+    )
+    out = parser.parse_args().out
+    kept, rows = kept_lines(out), []
     for case in CASES:
+        done = [Death(**line["death"]) for line in kept if line["case"] == case.name]
+        known = {(one.victim, one.at) for one in done}
         with tempfile.TemporaryDirectory(prefix="oktopk-deaths-") as name:
-            done = list(tqdm(deaths(Path(name), case), unit="death", disable=None))
+            for one in tqdm(deaths(Path(name), case, known=known), unit="death", initial=len(done), disable=None):
+                done.append(one)
+                keep_line(out, {"case": case.name, "death": asdict(one)})
         new = sum(one.resumed.endswith("mark 1") for one in done)
         assert 0 < new < len(done)
         rows.append([case.name, case.world, len(done), len(done), new, len(done) - new])

@@ -10,14 +10,25 @@ import torch
 from torch import Tensor
 
 import oktopk
-from oktopk import CommTimeout, Communicator, OkTopkError
+from oktopk import CommError, CommTimeout, Communicator, OkTopkError
 from oktopk.comm import Operation, pack, packed_bytes, unpack
 from oktopk.wire import message
 from stress.chaos import cases, on_threads, process_cases, run
 from stress.chaos.cases import PATIENT, Job
 from stress.chaos.faults import EVERYBODY, Burned, Fault, Faulty, Moment, damaged
 from stress.chaos.jobs import Report, Step
-from stress.chaos.judging import CHANGED, ENDED, MISSED, OF_A_RANK, WENT_ON, WRONG, judge, judge_sums
+from stress.chaos.judging import (
+    ABORTED,
+    CHANGED,
+    ENDED,
+    MISSED,
+    OF_A_RANK,
+    WENT_ON,
+    WRONG,
+    GlooAbort,
+    judge,
+    judge_sums,
+)
 from tests.support import stepping
 
 # Faults of messages.
@@ -183,9 +194,20 @@ def test_ddp_may_lose_a_rank_that_has_said_why(front_end: str, other: Exception,
     assert judge(job, DROP, [Report([step]) for step in good_step()], reports, False)[0] == went
 
 
-def test_a_sum_of_gloo_may_be_changed_but_not_by_what_is_harmless() -> None:
+@pytest.mark.parametrize(("front_end", "went"), [("ddp", ENDED), ("reducer", WRONG)])
+def test_ddp_may_lose_a_rank_that_was_killed(front_end: str, went: str) -> None:
+    job, fault = replace(JOB, front_end=front_end), replace(DROP, kind="die with a child")
+    reports = [Report([], Burned("die"), struck=1.0), Report([], LOST_BY_DDP)]
+    assert judge(job, fault, [Report([step]) for step in good_step()], reports, False)[0] == went
+
+
+ABORT = GlooAbort("[enforce fail at gloo/transport/tcp/pair.cc:600]")
+
+
+def test_gloo_may_change_a_sum_or_abort_but_not_if_harmless() -> None:
     fault = replace(DROP, kind="corrupt bytes", moment=Moment(0, "dense", EVERYBODY, 0))
     nameless = CommTimeout("all_reduce (dense): no answer from the other ranks within 1 s (rank 1, step 0)")
+    nameless_0 = CommError("all_reduce (dense): the connection to the other ranks failed (rank 0, step 0)")
     expected, (one, two) = [Report([step]) for step in good_step()], good_step()
     other = replace(two, result=two.result + 1)
     for reports, harmless, went in [
@@ -195,6 +217,9 @@ def test_a_sum_of_gloo_may_be_changed_but_not_by_what_is_harmless() -> None:
         ([Report([one]), Report([], nameless)], False, ENDED),
         ([Report([one]), Report([], nameless)], True, WRONG),
         ([Report([one]), Report([], RuntimeError("crash"))], False, WRONG),
+        ([Report([], nameless_0), Report([], ABORT)], False, ABORTED),
+        ([Report([], nameless_0), Report([], ABORT)], True, WRONG),
+        ([Report([]), Report([], ABORT)], False, WRONG),
         ([Report([one]), Report([])], False, WRONG),
     ]:
         reports[0].struck = 1.0
