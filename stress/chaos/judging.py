@@ -78,8 +78,8 @@ def judge_sums(
         return WRONG, f"a fault that does no harm: {changed}, {failed}"
     if problem := unnamed(job, fault, disturbed, nameable=False):
         return WRONG, problem
-    if any(isinstance(error, GlooAbort) for error in failed.values()):
-        return ABORTED, ""
+    if aborted := [str(error) for error in failed.values() if isinstance(error, GlooAbort)]:
+        return ABORTED, aborted[0]
     return (ENDED if failed else CHANGED if changed else WENT_ON), ""
 
 
