@@ -42,26 +42,27 @@ def leave_gloo_to_parent() -> None:
 def _find() -> None:
     """Look where gloo's threads wait. One that is busy is asked again, for a while."""
     global _instances
-    end, found = time.monotonic() + TIMEOUTS.busy_loop, dict.fromkeys(loop_threads())
-    while True:
-        asking = [thread for thread, place in found.items() if place is None]
-        found |= {thread: _instance(thread) for thread in asking}
-        if None not in found.values() or time.monotonic() >= end:
+    end, asking, found = time.monotonic() + TIMEOUTS.busy_loop, loop_threads(), set()
+    while asking:
+        for thread in sorted(asking):
+            try:
+                place = _first_argument(thread)
+            except OSError:  # it has ended, or the system does not tell
+                asking.discard(thread)
+                continue
+            if place is not None and _is_instance(place):
+                found.add(place)
+                asking.discard(thread)
+        if not asking or time.monotonic() >= end:
             break
         time.sleep(_TURN)
-    _instances = frozenset(place for place in found.values() if place is not None)
+    _instances = frozenset(found)
 
 
-def _instance(thread: int) -> int | None:
-    """The epoll instance that a thread waits at; None if it does something else, or has ended."""
-    try:
-        call = (_SELF / "task" / str(thread) / "syscall").read_text().split()
-        if len(call) < 2 or not call[1].startswith("0x"):  # it runs
-            return None
-        place = int(call[1], 16)
-    except OSError:
-        return None
-    return place if _is_instance(place) else None
+def _first_argument(thread: int) -> int | None:
+    """Of the system call in which a thread waits; None while it runs."""
+    call = (_SELF / "task" / str(thread) / "syscall").read_text().split()
+    return int(call[1], 16) if len(call) > 1 else None
 
 
 def _is_instance(number: int) -> bool:
