@@ -41,7 +41,7 @@ kills: $(INSTALLED) ## kill training 200 times while it saves, and resume it; AR
 	$(BIN)/python -m stress.kills.run $(ARGS)
 
 fuzz: export OMP_NUM_THREADS := 1
-fuzz: $(INSTALLED) ## a million damaged messages, and 200,000 reductions with a lying rank; make fuzz ARGS="--case 7"
+fuzz: $(INSTALLED) ## a million damaged messages, and 200,000 reductions with a lying rank; make fuzz ARGS="--case 7"; to go on later: ARGS="--out fuzz.jsonl"
 	$(BIN)/python -m stress.fuzz.run $(ARGS)
 	$(BIN)/python -m stress.fuzz.run --lying $(ARGS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -50,6 +51,7 @@ def gloo_stderr(signs: Path, rank: int) -> Path:
 def rank_of_case(connect: Callable[..., oktopk.Communicator], orders: Orders) -> Report:
     """All steps, over a communicator that lets the fault happen; the error is in the report."""
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
     signs, fault, report = orders.signs, orders.fault, Report()
     if orders.relay is not None and orders.relay[0] == GLOO:
         with gloo_stderr(signs, dist.get_rank()).open("wb") as file:

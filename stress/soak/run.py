@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds")
+    parser.add_argument("--timeout", type=float, default=4 * 3600.0, help="seconds")
     options = parser.parse_args()
     command = [sys.executable, "-m", "stress.soak.job", str(options.steps), str(options.seed)]
     ranks = json.loads(run_on_loopback(command, options.ranks, options.timeout, show=sys.stderr.isatty()))
