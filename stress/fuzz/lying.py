@@ -250,14 +250,14 @@ def outcome(made: Case) -> str:
 
 
 def outcome_and_reductions(made: Case) -> tuple[str, int]:
-    """The same, and how many reductions it had. A rank that timed out gets a second, patient try."""
+    """The same, and how many reductions it had, if the lie was told. Who timed out gets a second, patient try."""
     reports, liar = run(made, IMPATIENT)
     try:
         found = judge(made, reports, liar)
     except Disturbed:
         reports, liar = run(made, PATIENT)
         found = judge(made, reports, liar)
-    return found, reductions(made, reports)
+    return found, 0 if found == UNTOLD else reductions(made, reports)
 
 
 def reductions(made: Case, reports: list[Report]) -> int:

@@ -32,9 +32,9 @@ from stress.fuzz.results import Results, Slice, Tally
 ROOT = Path(__file__).parents[2]
 WORKER = (sys.executable, "-m", "stress.fuzz.worker")
 LYING_WORKER = (sys.executable, "-m", "stress.fuzz.lying_worker")
-CASES, LYING_CASES = 1_000_000, 112_000
-"""These jobs with a lying rank have more than 200,000 reductions."""
-SLICE, LYING_SLICE = 50_000, 2_800
+CASES, LYING_CASES, REDUCTIONS = 1_000_000, 160_000, 200_000
+"""So many jobs with a lying rank have at least so many reductions in which the lie was told."""
+SLICE, LYING_SLICE = 50_000, 3_200
 """Cases of a process, at most: about a minute."""
 CHECKED_SHARE = 10
 """One slice of so many has bounds checks."""
@@ -142,12 +142,16 @@ def main() -> int:
         plain.failures + checked.failures,
     )
     speed = f"{cases - before:,} cases in {seconds:.0f} s ({(cases - before) / seconds:,.0f} a second)"
+    reductions = plain.operations + checked.operations
     if options.lying:
-        print(f"{plain.operations + checked.operations:,} reductions")
+        print(f"{reductions:,} reductions in which the lie was told")
     print(f"{speed}{f' after {before:,} earlier' if before else ''}, {len(failed)} failed")
     if cases != wanted:
         print(f"{wanted:,} cases should have been judged")
-    return int(bool(failed) or cases != wanted)
+    too_few = options.lying and options.cases is None and reductions < REDUCTIONS
+    if too_few:
+        print(f"{REDUCTIONS:,} reductions were wanted")
+    return int(bool(failed) or cases != wanted or too_few)
 
 
 def _show_lie(number: int) -> int:
