@@ -102,7 +102,8 @@ class AsyncReducer:
         self._last_handed = 0.0
         self._scale_of_step: float | None = None
         self._streams: Streams = NONE
-        """Those of the device of this step's gradients."""
+        self._device: torch.device | None = None
+        """Whose streams these are: where the gradients of this step are."""
         self._done: list[Mark] = []
         """The ends of what was put on the side stream in this step."""
         self._resident = False
@@ -131,7 +132,8 @@ class AsyncReducer:
                 if steps.last is None:
                     compile_once(self.settings, speaks=steps.everyone.rank == 0)
                 steps.begin()
-                self._streams = streams_of(grad)
+                if grad.device != self._device:
+                    self._device, self._streams = grad.device, streams_of(grad)
                 self._resident = steps.density is not None and steps.is_resident(grad.device)
             self._last_handed = time.perf_counter()
             if self._first_handed is None:
@@ -144,6 +146,8 @@ class AsyncReducer:
     def _beside(self, job: Job, grad: Tensor | None = None) -> Job:
         """The job on the side stream; after all that the caller's stream has to do so far, if it reads `grad`."""
         streams, done = self._streams, self._done
+        if streams is NONE:
+            return job
         ready = None if grad is None else streams.record()
 
         def work() -> None:

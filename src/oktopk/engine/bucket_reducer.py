@@ -63,6 +63,7 @@ class BucketReducer:
     def __init__(self, settings: Settings, meter: Metered, unused_stay: bool = False) -> None:
         self.settings, self.meter = settings, meter
         self.unused_stay = unused_stay
+        self._values = find_values(settings.values)
         self.residuals = ResidualStore()
         self.velocities = MomentumStore(settings.momentum)
         self.blocked = 0.0
@@ -93,7 +94,7 @@ class BucketReducer:
         members = [self._member(one) for one in handed]
         acc = Accumulator([member.work for member in members], [member.residual for member in members])
         comm = SparseCommunicator(
-            self.meter, group.size, step=step, bucket=group.index, values=find_values(self.settings.values),
+            self.meter, group.size, step=step, bucket=group.index, values=self._values,
             stopwatch=recorder.watch, blocked_before=self.blocked,
         )  # fmt: skip
         k = target_count(group.compressible, density)

@@ -63,7 +63,9 @@ class StepReducer:
         exchanging = self.meter if self.local is None else self.local.leaders
         self.reducer = BucketReducer(settings, exchanging, unused_stay)
         self._device: DeviceReducer | None = None
-        """Reduces groups without the host, if the algorithm and the ranks can."""
+        """Reduces groups without the host. On a mesh another shard may lose a step that this one keeps."""
+        if whole is None and DeviceReducer.suits(settings):
+            self._device = DeviceReducer(settings, exchanging, self.reducer.residuals, unused_stay)
         self._late_skips = 0
         """Skipped steps in a row that the host learned of a step later."""
         self.deciding = self.whole or exchanging
@@ -118,8 +120,7 @@ class StepReducer:
         return self._device_collectives(device) is not None
 
     def _device_collectives(self, device: torch.device) -> FixedCollectives | None:
-        """None if the host takes part, as it must on a mesh: another shard may lose a step that this one keeps."""
-        return None if self.whole is not None else DeviceReducer.wanted(self.settings, self.reducer.meter, device)
+        return None if self._device is None else self._device.collectives(device)
 
     def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
@@ -171,10 +172,7 @@ class StepReducer:
         assert self.density is not None
         group = self._group_of([handed.state for handed in waiting])
         collectives = self._device_collectives(waiting[0].grad.device)
-        if collectives is not None:
-            self._device = self._device or DeviceReducer(
-                self.settings, self.reducer.meter, self.reducer.residuals, self.reducer.unused_stay
-            )
+        if self._device is not None and collectives is not None:
             self._add(*self._device.reduce(collectives, group, waiting, self.density, self.step))
             return
         confirm = self._post_digest if last else self._digests.append
