@@ -346,7 +346,7 @@ class AsyncReducer:
     @property
     def layout(self) -> tuple[Bucket, ...]:
         """The buckets of the last step, or of the checkpoint that was loaded."""
-        return tuple(self._steps.buckets)
+        return tuple(self._steps.buckets.states)
 
     def drop_residuals(self) -> None:
         """Forget, between steps, what this rank keeps back."""

@@ -28,7 +28,7 @@ _COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 
 def save_state(steps: StepReducer) -> dict[str, Any]:
     algorithm = steps.settings.algorithm
-    buckets = sorted(steps.buckets.values(), key=lambda state: state.index)
+    buckets = sorted(steps.buckets.states.values(), key=lambda state: state.index)
     places = {state.bucket: place for place, state in enumerate(buckets)}
     return {
         "format": FORMAT,
@@ -46,7 +46,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
                 "buckets": [places[state.bucket] for state in group.members],
                 "tracking": algorithm.pack_state(group.tracking),
             }
-            for group in steps.groups.values()
+            for group in steps.buckets.groups.values()
             if group.tracking is not None and all(state.bucket in places for state in group.members)
         ],
         "autotune": steps.autotune.state_dict(),
@@ -86,7 +86,7 @@ def read_state(
             setattr(steps, name, value)
         steps.reducer.residuals.load_state_dict(residuals)
         steps.reducer.velocities.load_state_dict(velocities)
-        steps.buckets, steps.groups = {state.bucket: state for state in states}, groups
+        steps.buckets.states, steps.buckets.groups = {state.bucket: state for state in states}, groups
         steps.autotune.load_state_dict(autotune)
         steps.schedule = schedule
 

@@ -17,7 +17,7 @@ from ..metrics.sinks import Sink, as_sink
 from ..metrics.traffic import merge
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
-from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
+from .bucket_state import BucketResult, BucketState, BucketTable, Handed
 from .dense_allreduce import DenseAllReduce
 from .device.reducer import DeviceReducer, Figures
 from .hierarchy.local_group import LocalGroup
@@ -54,9 +54,7 @@ class StepReducer:
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
         self.last: StepEvent | None = None
-        self.buckets: dict[Bucket, BucketState] = {}
-        self.groups: dict[Bucket, BucketGroup] = {}
-        """By their first bucket."""
+        self.buckets = BucketTable()
         ranks = settings.ranks_per_host
         self.local = LocalGroup(self.meter, ranks) if ranks > 1 else None
         """The ranks of this host; None if every rank exchanges for itself."""
@@ -170,7 +168,7 @@ class StepReducer:
                 self._add(*self.reducer.untouched(handed, False, self.step))
             return
         assert self.density is not None
-        group = self._group_of([handed.state for handed in waiting])
+        group = self.buckets.group_of([handed.state for handed in waiting])
         collectives = self._device_collectives(waiting[0].grad.device)
         if self._device is not None and collectives is not None:
             self._add(*self._device.reduce(collectives, group, waiting, self.density, self.step))
@@ -222,7 +220,7 @@ class StepReducer:
             self.step, events, skipped=skipped, culprits=culprits,
             start=start, handed_over=handed_over, stop=time.perf_counter(),
         )  # fmt: skip
-        self._keep_used()
+        self.buckets.keep({result.handed.state.bucket for result in self._results})
         self._close(event)
         return event
 
@@ -245,17 +243,6 @@ class StepReducer:
             if self.everyone.rank == 0:
                 log_skipped(event, None, routine=False)
             check_skipped(event, self._late_skips, self.settings.max_skipped, None)
-
-    def _keep_used(self) -> None:
-        """Forget buckets that this step did not have, because their parameters were frozen."""
-        used = {result.handed.state.bucket for result in self._results}
-        if len(used) < len(self.buckets):
-            self.buckets = {bucket: state for bucket, state in self.buckets.items() if bucket in used}
-            self.groups = {
-                first: group
-                for first, group in self.groups.items()
-                if used.issuperset(state.bucket for state in group.members)
-            }
 
     def _confirm(self) -> None:
         """Compare the sparse results of all ranks before any of them is applied: one digest for the whole step."""
@@ -342,15 +329,13 @@ class StepReducer:
         """Forget what is kept back, and evaluate thresholds anew."""
         for store in self.reducer.stores:
             store.load_state_dict({})
-        for group in self.groups.values():
-            group.tracking = None
+        self.buckets.forget_tracking()
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by this, and evaluate thresholds anew."""
         for store in self.reducer.stores:
             store.load_state_dict({name: part * factor for name, part in store.state_dict().items()})
-        for group in self.groups.values():
-            group.tracking = None
+        self.buckets.forget_tracking()
 
     def end_quiet_skips(self) -> None:
         """No GradScaler is at work: steps that were skipped before this was known deserve a warning."""
@@ -396,11 +381,9 @@ class StepReducer:
         self._digests, self._compare_digests = [], None
         self._report.names = None
 
-    # Buckets and groups.
-
     def _state_of(self, bucket: Bucket, grad: Tensor) -> BucketState:
         """The state of a bucket. A new one is made by all ranks together, which check that they mean the same."""
-        state = self.buckets.get(bucket)
+        state = self.buckets.states.get(bucket)
         if state is not None and state.index == self._handed and state.always_dense.device == grad.device:
             return state
         if not grad.is_floating_point():
@@ -417,18 +400,4 @@ class StepReducer:
         ]
         entries = torch.cat(always) if always else torch.empty(0, dtype=torch.int64)
         norm = 0.0 if state is None else state.residual_norm
-        moved = set(bucket.names)
-        self.buckets = {old: other for old, other in self.buckets.items() if moved.isdisjoint(old.names)}
-        self.buckets[bucket] = BucketState(bucket, self._handed, entries.to(grad.device), norm)
-        return self.buckets[bucket]
-
-    def _group_of(self, members: Sequence[BucketState]) -> BucketGroup:
-        """The group of these buckets, with what the algorithm remembers of it from earlier steps."""
-        buckets, group = [state.bucket for state in members], self.groups.get(members[0].bucket)
-        if group is None or group.members != tuple(members):
-            known = group is not None and [state.bucket for state in group.members] == buckets
-            moved = {name for bucket in buckets for name in bucket.names}
-            self.groups = {old: other for old, other in self.groups.items() if moved.isdisjoint(old.names)}
-            group = BucketGroup(tuple(members), group.tracking if group is not None and known else None)
-            self.groups[buckets[0]] = group
-        return group
+        return self.buckets.add(BucketState(bucket, self._handed, entries.to(grad.device), norm))
