@@ -275,7 +275,7 @@ class AsyncReducer:
         A skipped step then hands back NaN, which a GradScaler reacts to. If all steps so far were skipped, nothing
         is kept of them: they had scales that are not known.
         """
-        self._steps.may_be_scaled = waits and self._scaler is None
+        self._steps.skips.may_be_scaled = waits and self._scaler is None
 
     def notice_scaler(self, scaler: Scaler | None) -> None:
         """An optimizer is about to step, called by this GradScaler, or by none: all ranks notice the same.
@@ -289,7 +289,7 @@ class AsyncReducer:
         if scaler is None:
             if known is not None:
                 raise RuntimeError(_STEPPED_WITHOUT)
-            self._steps.end_quiet_skips()
+            self._steps.skips.end_quiet()
         elif scaler is not known and (known is None or known.get_scale() != scaler.get_scale()):
             self.drain()
             if known is not None or self._needs_scale():
@@ -375,7 +375,7 @@ class AsyncReducer:
     def add_sink(self, sink: MetricsSink) -> None:
         """Pass every step from now on to one more sink."""
         self.drain()
-        self._steps.sinks.append(as_sink(sink))
+        self._steps.voice.sinks.append(as_sink(sink))
 
     def stats(self) -> dict[str, float]:
         """The present state in figures, for loggers."""
@@ -383,8 +383,8 @@ class AsyncReducer:
         steps, last = self._steps, self._steps.last
         figures = {
             "step": float(steps.step),
-            "skipped_steps": float(steps.skipped_steps),
-            "skipped_in_a_row": float(steps.skipped_in_a_row),
+            "skipped_steps": float(steps.skips.total),
+            "skipped_in_a_row": float(steps.skips.in_a_row),
         }
         if last is not None:
             figures |= {
@@ -442,10 +442,7 @@ class AsyncReducer:
                 "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout
             )
         self._ending()
-        for sink in self._steps.sinks:
-            if not self._steps.voice.failed:
-                sink.note("end", self.step, {})
-            sink.close()
+        self._steps.voice.close(self.step)
 
     def fail(self) -> None:
         """The run ends with an error of the caller: nothing is said of its end."""

@@ -36,7 +36,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
         "world": steps.meter.world,
         "ranks_per_host": steps.settings.ranks_per_host,
         "averages": steps.averages,
-        **{name: getattr(steps, name) for name in _COUNTERS},
+        **dict(zip(_COUNTERS, (steps.step, steps.skips.total, steps.skips.in_a_row), strict=True)),
         "algorithm": repr(algorithm),
         "residuals": steps.reducer.residuals.state_dict(),
         "velocities": steps.reducer.velocities.state_dict(),
@@ -82,8 +82,7 @@ def read_state(
         schedule = list(check_pairs(taken)) if taken else []
 
     def apply() -> None:
-        for name, value in counters.items():
-            setattr(steps, name, value)
+        steps.step, steps.skips.total, steps.skips.in_a_row = counters.values()
         steps.reducer.residuals.load_state_dict(residuals)
         steps.reducer.velocities.load_state_dict(velocities)
         steps.buckets.states, steps.buckets.groups = {state.bucket: state for state in states}, groups

@@ -13,15 +13,14 @@ from ..comm import Communicator, Digest, Metered, agree, post_digest
 from ..comm.fixed import FixedCollectives
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
-from ..metrics.sinks import Sink, as_sink
 from ..metrics.traffic import merge
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
 from .bucket_state import BucketResult, BucketState, BucketTable, Handed
 from .dense_allreduce import DenseAllReduce
-from .device.reducer import DeviceReducer, Figures
+from .device.reducer import DeviceReducer
 from .hierarchy.local_group import LocalGroup
-from .nonfinite import NonFiniteReport, check_skipped, log_skipped
+from .nonfinite import NonFiniteReport, SkippedSteps
 from .recorder import add_traffic
 from .settings import GRADIENTS, Settings
 from .voice.voice import Voice
@@ -49,10 +48,8 @@ class StepReducer:
         self.whole = None if whole is None else Metered(whole)
         self.everyone = self.whole or self.meter
         """All ranks of the job."""
-        self.sinks = [*map(as_sink, sinks)]
         self.step = 0
-        self.skipped_steps = 0
-        self.skipped_in_a_row = 0
+        self.skips = SkippedSteps(settings.max_skipped, speaks=self.everyone.rank == 0)
         self.last: StepEvent | None = None
         self.buckets = BucketTable()
         ranks = settings.ranks_per_host
@@ -64,14 +61,10 @@ class StepReducer:
         """Reduces groups without the host. On a mesh another shard may lose a step that this one keeps."""
         if whole is None and DeviceReducer.suits(settings):
             self._device = DeviceReducer(settings, exchanging, self.reducer.residuals, unused_stay)
-        self._late_skips = 0
-        """Skipped steps in a row that the host learned of a step later."""
         self.deciding = self.whole or exchanging
         """The ranks that skip steps and autotune together."""
         self.autotune = Autotune(settings)
-        self.voice = Voice(settings, self.autotune, self.everyone.rank, self.everyone.world)
-        self._introduced: list[Sink] = []
-        """The sinks that know what run this is."""
+        self.voice = Voice(settings, self.autotune, self.everyone.rank, self.everyone.world, sinks)
         self.density: float | None = None
         """Of the step under way; None if it is dense."""
         self.schedule: list[tuple[int, float | None]] = []
@@ -79,10 +72,6 @@ class StepReducer:
         self._dense = DenseAllReduce(self.reducer)
         here = self.everyone.global_rank(self.everyone.rank)
         self._report = NonFiniteReport(settings, f"rank {here}" if self.local is None else str(self.local))
-        self.may_be_scaled = False
-        """Whether a GradScaler may be at work that is not known yet."""
-        self._quiet_skips: list[StepEvent] = []
-        """Steps that were skipped while it may have been."""
         self._scale: float | None = None
         """Of a GradScaler, in the step under way."""
         self._decided = False
@@ -200,10 +189,10 @@ class StepReducer:
         skipped, culprits = self._report.names is not None, self._gather_names()
         for result in self._results:
             if skipped:
-                self.reducer.rollback(result, nan=self.may_be_scaled)
+                self.reducer.rollback(result, nan=self.skips.may_be_scaled)
             else:
                 self.reducer.commit(result)
-        if skipped and self.may_be_scaled and self.step == self.skipped_steps:
+        if skipped and self.skips.may_be_scaled and self.step == self.skips.total:
             self.drop_residuals()
         self._tune(counts and not skipped, start, handed_over)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
@@ -227,22 +216,12 @@ class StepReducer:
     def _finish_on_device(self, device: DeviceReducer) -> None:
         """Commit the groups that are on the device, and read what it has told since."""
         if (late := device.read()) is not None:
-            self._count_late(late)
+            self.skips.record_late(late.step, late.nonfinite, self.last)
         if self._report.names is not None:  # by a bucket that was averaged densely
             device.drop(keep=True)
         elif device.nonfinite_here():
             self._report.add(device.names())
         device.finish(self.step)
-
-    def _count_late(self, late: Figures) -> None:
-        """Count a step that was skipped on the device, which the host did not know then."""
-        self._late_skips = self._late_skips + 1 if late.nonfinite else 0
-        if late.nonfinite and self.last is not None and not self.last.skipped:
-            self.skipped_steps += 1
-            event = replace(self.last, step=late.step, culprits=("a gradient of some rank",))
-            if self.everyone.rank == 0:
-                log_skipped(event, None, routine=False)
-            check_skipped(event, self._late_skips, self.settings.max_skipped, None)
 
     def _confirm(self) -> None:
         """Compare the sparse results of all ranks before any of them is applied: one digest for the whole step."""
@@ -297,33 +276,17 @@ class StepReducer:
         if not self.schedule or self.schedule[-1][1] != self.density:
             self.schedule.append((self.step, self.density))
         self.last = event
-        self.skipped_steps += event.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if event.skipped else 0
         self.step += 1
-        self.voice.record(event)
-        decision = self.voice.decide(event.step) if self._decided else None
-        for sink in self.sinks:
-            if sink not in self._introduced:
-                self._introduced.append(sink)
-                sink.note("run", event.step, self.voice.facts())
-            sink.emit(event)
-            if decision is not None:
-                sink.note("decision", event.step, decision.facts())
+        self.voice.record(event, self._decided)
         scale, self._scale = self._scale, None
-        if event.skipped:
-            routine = self.may_be_scaled or (scale is not None and scale > 1)
-            if self.everyone.rank == 0:
-                log_skipped(event, scale, routine)
-            if self.may_be_scaled:
-                self._quiet_skips.append(event)
-            check_skipped(event, self.skipped_in_a_row, self.settings.max_skipped, scale)
+        self.skips.record(event, scale)
 
     # The scale of a GradScaler that was not known at first.
 
     @property
     def keeps_unscaled(self) -> bool:
         """Whether residuals or velocities are of more than the last step, so that no scale fits all of them."""
-        return any(self.reducer.stores) and self.step - self.skipped_steps != 1
+        return any(self.reducer.stores) and self.step - self.skips.total != 1
 
     def drop_residuals(self) -> None:
         """Forget what is kept back, and evaluate thresholds anew."""
@@ -336,12 +299,6 @@ class StepReducer:
         for store in self.reducer.stores:
             store.load_state_dict({name: part * factor for name, part in store.state_dict().items()})
         self.buckets.forget_tracking()
-
-    def end_quiet_skips(self) -> None:
-        """No GradScaler is at work: steps that were skipped before this was known deserve a warning."""
-        skipped, self._quiet_skips = self._quiet_skips, []
-        for event in skipped if self.everyone.rank == 0 else ():
-            log_skipped(event, None, routine=False)
 
     # Steps that do not come to their end.
 

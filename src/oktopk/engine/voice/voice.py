@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from ...algorithms import Dense
-from ...metrics.events import DENSE, SPARSE, StepEvent
+from ...metrics.events import DENSE, SPARSE, MetricsSink, StepEvent
+from ...metrics.sinks import Sink, as_sink
 from ...wire.codecs import describe_values
 from ..autotune import Autotune, Schedule
 from ..settings import Settings
@@ -24,11 +26,17 @@ class Voice:
         autotune: what decides about dense and sparse.
         rank: the number of this rank.
         world: the number of ranks.
+        sinks: where every step goes, and what its readers need to know of the run.
     """
 
-    def __init__(self, settings: Settings, autotune: Autotune, rank: int, world: int) -> None:
+    def __init__(
+        self, settings: Settings, autotune: Autotune, rank: int, world: int, sinks: Iterable[MetricsSink]
+    ) -> None:
         self._settings, self._autotune, self._rank, self._world = settings, autotune, rank, world
         self._schedule = Schedule.of(settings)
+        self.sinks = [*map(as_sink, sinks)]
+        self._introduced: list[Sink] = []
+        """The sinks that know what run this is."""
         self._parameters = 0
         self._planned = False
         self.failed = False
@@ -50,8 +58,19 @@ class Voice:
             self._planned = True
             self._say(plan_sentence(self._settings, parameters, self._world))
 
-    def record(self, event: StepEvent) -> None:
-        """A step has ended."""
+    def record(self, event: StepEvent, decided: bool) -> None:
+        """A step has ended, after which ranks may have `decided` between dense and sparse: tell the sinks."""
+        self._remember(event)
+        decision = self._decide(event.step) if decided else None
+        for sink in self.sinks:
+            if sink not in self._introduced:
+                self._introduced.append(sink)
+                sink.note("run", event.step, self.facts())
+            sink.emit(event)
+            if decision is not None:
+                sink.note("decision", event.step, decision.facts())
+
+    def _remember(self, event: StepEvent) -> None:
         if not self._planned:  # of a hook that was registered by torch's own function
             self.plan(event.volume.size)
         self._parameters, self._last = event.volume.size, event
@@ -60,7 +79,7 @@ class Voice:
         if not event.skipped:
             self._sent[event.phase] = event.wire.sent_bytes
 
-    def decide(self, step: int) -> Decision:
+    def _decide(self, step: int) -> Decision:
         """The ranks have decided at the end of this step."""
         autotune = self._autotune
         dense, (dense_seconds, sparse_seconds) = autotune.prefers_dense, autotune.agreed
@@ -84,6 +103,13 @@ class Voice:
         reached, warmup = last.step + 1, self._schedule.warmup_steps
         measured = self._measured() if self._autotune.has_decided(reached) else None
         self._say(ending_sentence(dense, self._steps[SPARSE], warmup - reached, warmup, measured))
+
+    def close(self, step: int) -> None:
+        """Close the sinks, which are told after how many steps the run has ended, unless that was an error."""
+        for sink in self.sinks:
+            if not self.failed:
+                sink.note("end", step, {})
+            sink.close()
 
     def _measured(self) -> str:
         """What the last comparison found, also one before the run was resumed."""
