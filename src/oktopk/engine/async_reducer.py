@@ -134,7 +134,8 @@ class AsyncReducer:
                 steps.begin()
                 if grad.device != self._device:
                     self._device, self._streams = grad.device, streams_of(grad)
-                self._resident = steps.density is not None and steps.is_resident(grad.device)
+                sparse = steps.density is not None
+                self._resident = sparse and steps.device_collectives(grad.device) is not None
             self._last_handed = time.perf_counter()
             if self._first_handed is None:
                 self._first_handed = self._last_handed

@@ -74,8 +74,6 @@ class StepReducer:
         self._report = NonFiniteReport(settings, f"rank {here}" if self.local is None else str(self.local))
         self._scale: float | None = None
         """Of a GradScaler, in the step under way."""
-        self._decided = False
-        """Whether this step ended a trial."""
         self._handed = 0
         """Buckets of this step so far."""
         self._waiting: list[Handed] = []
@@ -102,11 +100,8 @@ class StepReducer:
         self.density = self.autotune.density(self.step)
         self._dense.warms_up = self.autotune.warms_up(self.step)
 
-    def is_resident(self, device: torch.device) -> bool:
-        """Whether sparse buckets on this device are reduced without the host."""
-        return self._device_collectives(device) is not None
-
-    def _device_collectives(self, device: torch.device) -> FixedCollectives | None:
+    def device_collectives(self, device: torch.device) -> FixedCollectives | None:
+        """Those by which sparse buckets on this device are reduced without the host; None if they are not."""
         return None if self._device is None else self._device.collectives(device)
 
     def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
@@ -158,7 +153,7 @@ class StepReducer:
             return
         assert self.density is not None
         group = self.buckets.group_of([handed.state for handed in waiting])
-        collectives = self._device_collectives(waiting[0].grad.device)
+        collectives = self.device_collectives(waiting[0].grad.device)
         if self._device is not None and collectives is not None:
             self._add(*self._device.reduce(collectives, group, waiting, self.density, self.step))
             return
@@ -194,7 +189,9 @@ class StepReducer:
                 self.reducer.commit(result)
         if skipped and self.skips.may_be_scaled and self.step == self.skips.total:
             self.drop_residuals()
-        self._tune(counts and not skipped, start, handed_over)
+        deciding = self.deciding if self.exchanges else None
+        counts = counts and not skipped
+        decided = self.autotune.end_step(self.step, self.density, counts, start, handed_over, deciding)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
             traffic = self.reducer.meter.pop_traffic()
             if self.whole is not None:
@@ -210,7 +207,7 @@ class StepReducer:
             start=start, handed_over=handed_over, stop=time.perf_counter(),
         )  # fmt: skip
         self.buckets.keep({result.handed.state.bucket for result in self._results})
-        self._close(event)
+        self._close(event, decided)
         return event
 
     def _finish_on_device(self, device: DeviceReducer) -> None:
@@ -257,27 +254,14 @@ class StepReducer:
             return self._report.gather(self.deciding)
         return tuple(self._report.names or ())
 
-    def _tune(self, counts: bool, start: float, handed_over: float) -> None:
-        """Record the times of a step that counts; at the end of a trial ranks decide together."""
-        now, budget = time.perf_counter(), self.autotune.budget
-        if counts:
-            self.autotune.record(self.step, self.density is None, now - start)
-        if budget is not None:
-            budget.record(self.step, self.density if counts else None, now - handed_over, now)
-        self._decided = self.autotune.decides_after(self.step)
-        if self.exchanges and self._decided:
-            self.autotune.decide(self.deciding)
-        if self.exchanges and budget is not None and budget.decides_after(self.step):
-            budget.decide(self.deciding, self.step)
-
-    def _close(self, event: StepEvent) -> None:
-        """Count the step, and pass it on to the sinks."""
+    def _close(self, event: StepEvent, decided: bool) -> None:
+        """Count the step, and pass it on to the sinks, with what ranks have `decided` for the next ones."""
         self._forget()
         if not self.schedule or self.schedule[-1][1] != self.density:
             self.schedule.append((self.step, self.density))
         self.last = event
         self.step += 1
-        self.voice.record(event, self._decided)
+        self.voice.record(event, decided)
         scale, self._scale = self._scale, None
         self.skips.record(event, scale)
 
