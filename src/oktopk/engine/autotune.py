@@ -1,6 +1,6 @@
 """Dense or sparse: decided once per step, by the warm-up rule and, with `auto`, by measured step times.
 
-With density="auto" the density of sparse steps follows a budget (`density.py`), and the first trial comes later.
+With density="auto" the density of sparse steps follows a budget (`density/`), and the first trial comes later.
 Whole steps are compared, because a dense sum may be hidden behind backward where a faster sparse exchange is not.
 
     warm-up, ramp │ 8 sparse steps │ the faster way … │ 4 of the other way │ the faster way … │ 4 of the other …
@@ -23,7 +23,8 @@ import torch
 
 from ..algorithms import Dense
 from ..comm import Communicator
-from .density import WINDOW, DensityBudget, gather_seconds, read_course
+from .density.budget import DensityBudget, gather_seconds, read_course
+from .density.model import WINDOW
 from .settings import AUTO, WARMUP_VALUES, Pairs, Settings
 
 RAMP_FROM = 0.25
