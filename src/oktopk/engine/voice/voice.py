@@ -135,6 +135,31 @@ class Voice:
             "sentence": plan_sentence(settings, self._parameters, self._world).removeprefix("oktopk: "),
         }
 
+    def figures(self) -> dict[str, float]:
+        """The last step and the last decision in figures."""
+        last, autotune, figures = self._last, self._autotune, {}
+        if last is not None:
+            figures = {
+                "sparse": float(last.phase == SPARSE),
+                "target_density": last.target_density,
+                "local_density": last.local_density,
+                "global_density": last.global_density,
+                "compression_ratio": last.volume.ratio,
+                "payload_bytes": float(last.volume.payload_bytes),
+                "sent_bytes": float(last.wire.sent_bytes),
+                "received_bytes": float(last.wire.received_bytes),
+                "residual_norm": last.residual_norm,
+                "reduce_seconds": last.seconds.total,
+                "exposed_seconds": last.exposed,
+                "hidden_share": last.hidden_share,
+            }
+        if self._settings.auto:
+            figures["prefers_dense"] = float(autotune.prefers_dense)
+            figures["dense_step_seconds"], figures["sparse_step_seconds"] = autotune.agreed
+        if autotune.budget is not None:
+            figures |= autotune.budget.figures()
+        return figures
+
     def summary(self, step: int) -> str:
         """The present state in words; `step` is the next one."""
         last = self._last
