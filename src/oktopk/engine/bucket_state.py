@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..feedback.accumulator import Accumulator
@@ -100,6 +101,12 @@ class Handed(NamedTuple):
     state: BucketState
     grad: Tensor
     scale: float | None
+
+    def unscaled(self) -> Tensor:
+        """The gradient in float32 and without a GradScaler's scale, in memory that may be overwritten."""
+        if self.scale is None:
+            return self.grad.to(torch.float32)
+        return self.grad.to(torch.float32, copy=True).mul_(1.0 / self.scale)
 
 
 @dataclass(frozen=True)

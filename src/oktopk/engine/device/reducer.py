@@ -144,7 +144,7 @@ class DeviceReducer:
 
     def _accumulate(self, comm: FixedCollectives, handed: Sequence[Handed]) -> _Pending:
         """residual + gradient of all buckets, without the entries that are averaged densely."""
-        works = [_unscale(one) for one in handed]
+        works = [one.unscaled() for one in handed]
         residuals = [self._residuals.flat(one.state.bucket, one.grad.device) for one in handed]
         work, residual, held_back = torch.cat(works), torch.cat(residuals), None
         if self._unused_stay:
@@ -276,11 +276,6 @@ class DeviceReducer:
             for _ in range(others):
                 tally.sent(size)
                 tally.received(size)
-
-
-def _unscale(one: Handed) -> Tensor:
-    work = one.grad.to(torch.float32)
-    return work if one.scale is None else work * (1.0 / one.scale)
 
 
 def _as_checksum(tracking: Tensor | int | None, device: torch.device) -> Tensor:
