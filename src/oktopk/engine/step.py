@@ -263,7 +263,8 @@ class StepReducer:
         self.step += 1
         self.voice.record(event, decided)
         scale, self._scale = self._scale, None
-        self.skips.record(event, scale)
+        if event.skipped or self.skips.in_a_row:
+            self.skips.record(event, scale)
 
     # The scale of a GradScaler that was not known at first.
 
