@@ -372,7 +372,7 @@ def test_sinks_are_told_what_who_asks_is_told(scale: float | None) -> None:
 
     def job(comm: oktopk.Communicator) -> None:
         steps, sink, grad = steps_on(comm), MemorySink(), own(comm.rank, ONE) * (scale or 1.0)
-        steps.voice.sinks.append(sink)
+        steps.sinks.add(sink)
         for number in range(2):
             steps.begin()
             steps.reduce(ONE, grad, scale)

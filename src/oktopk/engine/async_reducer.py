@@ -17,7 +17,6 @@ from ..comm import Communicator, checking_together
 from ..errors import NonFiniteError, add_step
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, StepEvent
-from ..metrics.sinks import as_sink
 from ..utils.streams import SideStream, side_stream_of
 from .settings import GRADIENTS, Settings
 from .state_dict import read_state, save_state
@@ -356,7 +355,7 @@ class AsyncReducer:
     def add_sink(self, sink: MetricsSink) -> None:
         """Pass every step from now on to one more sink."""
         self.drain()
-        self._steps.voice.sinks.append(as_sink(sink))
+        self._steps.sinks.add(sink)
 
     def stats(self) -> dict[str, float]:
         """The present state in figures, for loggers."""
@@ -403,7 +402,7 @@ class AsyncReducer:
                 "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout
             )
         self._ending()
-        self._steps.voice.close(self.step)
+        self._steps.sinks.close(self.step)
 
     def fail(self) -> None:
         """The run ends with an error of the caller: nothing is said of its end."""

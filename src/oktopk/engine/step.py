@@ -23,7 +23,7 @@ from .hierarchy.local_group import LocalGroup
 from .nonfinite import NonFiniteReport, SkippedSteps
 from .recorder import add_traffic
 from .settings import GRADIENTS, Settings
-from .voice.voice import Voice
+from .voice.voice import StepSinks, Voice
 
 
 class StepReducer:
@@ -64,7 +64,8 @@ class StepReducer:
         self.deciding = self.whole or exchanging
         """The ranks that skip steps and autotune together."""
         self.autotune = Autotune(settings)
-        self.voice = Voice(settings, self.autotune, self.everyone.rank, self.everyone.world, sinks)
+        self.voice = Voice(settings, self.autotune, self.everyone.rank, self.everyone.world)
+        self.sinks = StepSinks(self.voice, sinks)
         self.density: float | None = None
         """Of the step under way; None if it is dense."""
         self.schedule: list[tuple[int, float | None]] = []
@@ -261,7 +262,7 @@ class StepReducer:
             self.schedule.append((self.step, self.density))
         self.last = event
         self.step += 1
-        self.voice.record(event, decided)
+        self.sinks.record(event, decided)
         scale, self._scale = self._scale, None
         if event.skipped or self.skips.in_a_row:
             self.skips.record(event, scale)

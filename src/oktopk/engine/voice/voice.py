@@ -26,17 +26,11 @@ class Voice:
         autotune: what decides about dense and sparse.
         rank: the number of this rank.
         world: the number of ranks.
-        sinks: where every step goes, and what its readers need to know of the run.
     """
 
-    def __init__(
-        self, settings: Settings, autotune: Autotune, rank: int, world: int, sinks: Iterable[MetricsSink]
-    ) -> None:
+    def __init__(self, settings: Settings, autotune: Autotune, rank: int, world: int) -> None:
         self._settings, self._autotune, self._rank, self._world = settings, autotune, rank, world
         self._schedule = Schedule.of(settings)
-        self.sinks = [*map(as_sink, sinks)]
-        self._introduced: list[Sink] = []
-        """The sinks that know what run this is."""
         self._parameters = 0
         self._planned = False
         self.failed = False
@@ -58,19 +52,8 @@ class Voice:
             self._planned = True
             self._say(plan_sentence(self._settings, parameters, self._world))
 
-    def record(self, event: StepEvent, decided: bool) -> None:
-        """A step has ended, after which ranks may have `decided` between dense and sparse: tell the sinks."""
-        self._remember(event)
-        decision = self._decide(event.step) if decided else None
-        for sink in self.sinks:
-            if sink not in self._introduced:
-                self._introduced.append(sink)
-                sink.note("run", event.step, self.facts())
-            sink.emit(event)
-            if decision is not None:
-                sink.note("decision", event.step, decision.facts())
-
-    def _remember(self, event: StepEvent) -> None:
+    def record(self, event: StepEvent) -> None:
+        """A step has ended."""
         if not self._planned:  # of a hook that was registered by torch's own function
             self.plan(event.volume.size)
         self._parameters, self._last = event.volume.size, event
@@ -79,7 +62,7 @@ class Voice:
         if not event.skipped:
             self._sent[event.phase] = event.wire.sent_bytes
 
-    def _decide(self, step: int) -> Decision:
+    def decide(self, step: int) -> Decision:
         """The ranks have decided at the end of this step."""
         autotune = self._autotune
         dense, (dense_seconds, sparse_seconds) = autotune.prefers_dense, autotune.agreed
@@ -103,13 +86,6 @@ class Voice:
         reached, warmup = last.step + 1, self._schedule.warmup_steps
         measured = self._measured() if self._autotune.has_decided(reached) else None
         self._say(ending_sentence(dense, self._steps[SPARSE], warmup - reached, warmup, measured))
-
-    def close(self, step: int) -> None:
-        """Close the sinks, which are told after how many steps the run has ended, unless that was an error."""
-        for sink in self.sinks:
-            if not self.failed:
-                sink.note("end", step, {})
-            sink.close()
 
     def _measured(self) -> str:
         """What the last comparison found, also one before the run was resumed."""
@@ -197,3 +173,35 @@ class Voice:
         if autotune.is_trial(last.step):
             return "it is compared with the other way"
         return "the faster way, as far as is known" if autotune.has_decided(step) else "both ways will be compared"
+
+
+class StepSinks:
+    """Where every step goes, with what readers of a file need to know of the run from the voice."""
+
+    def __init__(self, voice: Voice, sinks: Iterable[MetricsSink]) -> None:
+        self._voice = voice
+        self._sinks = [*map(as_sink, sinks)]
+        self._introduced: list[Sink] = []
+        """Those that know what run this is."""
+
+    def add(self, sink: MetricsSink) -> None:
+        self._sinks.append(as_sink(sink))
+
+    def record(self, event: StepEvent, decided: bool) -> None:
+        """A step has ended, after which ranks may have `decided` between dense and sparse."""
+        self._voice.record(event)
+        decision = self._voice.decide(event.step) if decided else None
+        for sink in self._sinks:
+            if sink not in self._introduced:
+                self._introduced.append(sink)
+                sink.note("run", event.step, self._voice.facts())
+            sink.emit(event)
+            if decision is not None:
+                sink.note("decision", event.step, decision.facts())
+
+    def close(self, step: int) -> None:
+        """Close them; they are told after how many steps the run has ended, unless that was an error."""
+        for sink in self._sinks:
+            if not self._voice.failed:
+                sink.note("end", step, {})
+            sink.close()
