@@ -19,16 +19,17 @@ from torch._subclasses.fake_tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import oktopk
-from oktopk.algorithms.oktopk_static import RowLayout, StaticPlan, select_rows, share_out, static_step
+from oktopk.algorithms.oktopk_static import StaticPlan, select_rows, static_step
 from oktopk.comm import alone, total
 from oktopk.comm.fixed import OverGroup, OverMessages
 from oktopk.comm.messages import sealed_bytes
 from oktopk.errors import WireError
 from oktopk.kernels import slots
+from oktopk.kernels.histograms import share_out
 from oktopk.kernels.values import ValueCode
 from oktopk.testing.gradients import heavy_tailed
 from oktopk.testing.laws import assert_laws, run
-from oktopk.wire.slots import SlotFormat
+from oktopk.wire.slots import RowLayout, SlotFormat
 
 SIZE, DENSITY = 20_011, 0.02
 K = int(SIZE * DENSITY)

@@ -194,7 +194,7 @@ def test_sums_behind_one_that_is_not_finite_are_dropped(bad: Bucket) -> None:
         assert not finish(steps).skipped
         torch.testing.assert_close(again[0], (2 if bad == TWO else 1) * mean(comm.world, ONE))
         torch.testing.assert_close(again[1], mean(comm.world, TWO))
-        assert (steps.step, steps.skipped_steps, steps.skipped_in_a_row) == (2, 1, 0)
+        assert (steps.step, steps.skips.total, steps.skips.in_a_row) == (2, 1, 0)
 
     stepping.on_ranks(3, job)
 
@@ -372,7 +372,7 @@ def test_sinks_are_told_what_who_asks_is_told(scale: float | None) -> None:
 
     def job(comm: oktopk.Communicator) -> None:
         steps, sink, grad = steps_on(comm), MemorySink(), own(comm.rank, ONE) * (scale or 1.0)
-        steps.sinks.append(sink)
+        steps.sinks.add(sink)
         for number in range(2):
             steps.begin()
             steps.reduce(ONE, grad, scale)
@@ -391,7 +391,7 @@ def test_a_bucket_without_entries_is_a_step() -> None:
         for _ in range(4):
             begin_all(steps, [torch.empty(0)], [empty])
             assert not finish(steps).skipped
-        assert (steps.step, steps.skipped_steps) == (4, 0)
+        assert (steps.step, steps.skips.total) == (4, 0)
 
     stepping.on_ranks(3, job)
 

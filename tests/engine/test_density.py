@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 import oktopk
 from oktopk.engine.autotune import Autotune, Schedule
-from oktopk.engine.density import (
+from oktopk.engine.density.budget import DensityBudget
+from oktopk.engine.density.model import (
     SPREAD,
     TOLERANCE,
     WINDOW,
     Budget,
     Costs,
     Course,
-    DensityBudget,
     Measured,
     decide,
     explain,

@@ -15,7 +15,7 @@ import torch
 import oktopk
 from oktopk.algorithms.oktopk import GlobalThreshold, OkTopkTracking
 from oktopk.algorithms.selection import Tracker
-from oktopk.engine.density import Course
+from oktopk.engine.density.model import Course
 from oktopk.wire.sparse_vector import SparseVector
 from tests.support import stepping
 from tests.support.stepping import SHAPES, State, on_ranks, record_steps, reducer_on

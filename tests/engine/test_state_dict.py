@@ -107,7 +107,7 @@ def test_the_tracking_of_a_fused_group_survives_to_the_bit(algorithm: str) -> No
 
 def groups_of(reducer: oktopk.AllReducer) -> list[tuple[list[str], Any]]:
     """Of each group the names of its parameters, and what the algorithm remembers of it."""
-    groups = reducer._engine._steps.groups.values()
+    groups = reducer._engine._steps.buckets.groups.values()
     assert all(type(group) is BucketGroup for group in groups)
     return [
         (

@@ -18,14 +18,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..comm.fixed import FixedCollectives, OverMessages
 from ..feedback.accumulator import Accumulator
 from ..kernels import slot_kernels
+from ..kernels.histograms import Window, column, last_at_least, share_out, suffix_sums
 from ..kernels.slots import COARSE_BITS, FINE, FINE_BITS, INFINITY_BITS, SMALLEST_BITS, Cut, magnitude_bits
 from ..kernels.values import ValueCode
-from ..wire.slots import SlotFormat
+from ..wire.slots import RowLayout, SlotFormat, checksum_of
 from ..wire.sparse_comm import SparseCommunicator
 from ..wire.sparse_vector import SparseVector
 from .base import Algorithm, Reduction, foreign_state, skip
@@ -33,45 +33,7 @@ from .base import Algorithm, Reduction, foreign_state, skip
 ROOM = 1.5
 """A row has slots for ROOM times its share of k, and a few more."""
 _MORE = 8
-_LONGEST_BLOCK = 1024
-"""Entries that are dealt to a row at a time, at most."""
-_OCTAVES, _WINDOW = 256, 768
-"""Bins of the histogram of sums: one per octave below the window, and those of the window."""
-_MARGIN = 4
-"""The window starts so many octaves below the largest of all ranks' thresholds: sums may cancel."""
 _FIRST_COARSE = SMALLEST_BITS >> COARSE_BITS
-_FACTORS = 0x2545F4914F6CDD1D, 0x9E3779B97F4A7C15 - (1 << 64)
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """How a vector of `size` entries is dealt to `world` rows, in blocks.
-
-    >>> RowLayout(7, 2).rows(torch.arange(1.0, 8.0)).tolist()
-    [[1.0, 3.0, 5.0, 7.0], [2.0, 4.0, 6.0, 0.0]]
-    """
-
-    size: int
-    world: int
-
-    @property
-    def block(self) -> int:
-        """A power of two: some 64 blocks per row, if they are not too long."""
-        return min(_LONGEST_BLOCK, 1 << max(0, (self.size // (64 * self.world)).bit_length() - 1))
-
-    @property
-    def span(self) -> int:
-        """Entries of a row; zeros fill the last ones."""
-        return -(-self.size // (self.world * self.block)) * self.block
-
-    def rows(self, flat: Tensor) -> Tensor:
-        """[size] -> [world, span]"""
-        padded = pad(flat, (0, self.world * self.span - self.size))
-        return padded.view(-1, self.world, self.block).transpose(0, 1).reshape(self.world, self.span)
-
-    def flat(self, rows: Tensor) -> Tensor:
-        """[world, span] -> [size]"""
-        return rows.reshape(self.world, -1, self.block).transpose(0, 1).reshape(-1)[: self.size]
 
 
 class StaticResult(NamedTuple):
@@ -272,72 +234,6 @@ def select_overall(
     if plan.takes_all:
         cut, low = Cut(*(torch.zeros_like(part) for part in cut)), torch.zeros_like(low)
     return OverallSelection(cut, counts[0] > 0, (others[:, 1] != checksum).any(), low)
-
-
-@dataclass(frozen=True)
-class Window:
-    """Bins of magnitudes by their bits: one per octave below `start`, then _WINDOW of equal width."""
-
-    start: Tensor
-    width: Tensor
-
-    @classmethod
-    def around(cls, lowest: Tensor, largest: Tensor, world: int) -> Window:
-        start = (lowest - (_MARGIN << 23)).clamp(SMALLEST_BITS, INFINITY_BITS - 1)
-        grown = (world - 1).bit_length() << 23  # sums may be so many octaves larger
-        stop = (largest.clamp(0, INFINITY_BITS - 1 - grown) + grown).clamp(min=SMALLEST_BITS)
-        return cls(start, (stop - start).clamp(min=0) // _WINDOW + 1)
-
-    def count(self, bits: Tensor) -> Tensor:
-        """How many magnitudes lie in each bin: int32."""
-        inside = (_OCTAVES + (bits - self.start) // self.width).clamp(max=_OCTAVES + _WINDOW - 1)
-        bins = torch.where(bits < self.start, bits >> 23, inside).view(-1)
-        counts = torch.zeros(_OCTAVES + _WINDOW, dtype=torch.int32, device=bits.device)
-        return counts.scatter_add_(0, bins.long(), torch.ones_like(counts[0]).expand(bins.shape))
-
-    def edge(self, place: Tensor) -> Tensor:
-        """The bits from which on magnitudes belong to a bin (0-d), or to later ones."""
-        inside = self.start + (place - _OCTAVES).clamp(0, _WINDOW) * self.width
-        beyond = torch.where(place >= _OCTAVES + _WINDOW, INFINITY_BITS, inside)
-        return torch.where(place < _OCTAVES, torch.minimum(place.clamp(max=254) << 23, self.start), beyond).int()
-
-
-def suffix_sums(counts: Tensor) -> Tensor:
-    """[R, B] -> how many lie in each bin or a later one, int32."""
-    return counts.flip(1).cumsum(1, dtype=torch.int32).flip(1)
-
-
-def last_at_least(falling: Tensor, target: Tensor) -> Tensor:
-    """The last place of a falling sequence that has at least `target`; 0 if there is none."""
-    return ((falling >= target).sum(dtype=torch.int32) - 1).clamp(min=0)
-
-
-def column(table: Tensor, place: Tensor) -> Tensor:
-    """Column `place` (0-d) of [R, B]; zeros behind the last one."""
-    inside = table.index_select(1, place.clamp(max=table.shape[1] - 1).long()[None])[:, 0]
-    return torch.where(place < table.shape[1], inside, 0)
-
-
-def share_out(total: Tensor, there: Tensor) -> Tensor:
-    """Shares of `total` (0-d), equal as far as there is enough; what is left goes to the first that have more.
-
-    >>> share_out(torch.tensor(5), torch.tensor([0, 4, 3])).tolist()
-    [0, 4, 1]
-    """
-    number = there.numel()
-    turn = torch.arange(number, dtype=torch.int32, device=there.device)
-    even = torch.minimum(there, ((total + number - 1 - turn) // number).clamp(min=0))
-    spare = there - even
-    left = total - even.sum(dtype=torch.int32)
-    return even + torch.minimum(spare, (left - (spare.cumsum(0) - spare)).clamp(min=0)).int()
-
-
-def checksum_of(messages: Tensor) -> Tensor:
-    """A 64-bit checksum of bytes, 0-d: finds defects and mix-ups, not an adversary."""
-    flat = messages.reshape(-1)
-    words = pad(flat, (0, -flat.numel() % 4)).view(torch.int32).long()
-    turn = torch.arange(1, words.numel() + 1, device=words.device)
-    return ((words + turn * _FACTORS[0]) * (turn * _FACTORS[1] | 1)).sum()
 
 
 @dataclass(frozen=True)

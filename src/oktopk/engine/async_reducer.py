@@ -16,9 +16,8 @@ from torch import Tensor
 from ..comm import Communicator, checking_together
 from ..errors import NonFiniteError, add_step
 from ..feedback.buckets import Bucket
-from ..metrics.events import SPARSE, MetricsSink, StepEvent
-from ..metrics.sinks import as_sink
-from ..utils.streams import NONE, Mark, Streams, streams_of
+from ..metrics.events import MetricsSink, StepEvent
+from ..utils.streams import SideStream, side_stream_of
 from .settings import GRADIENTS, Settings
 from .state_dict import read_state, save_state
 from .step import StepReducer
@@ -101,10 +100,10 @@ class AsyncReducer:
         """When the first bucket of the step under way was handed in."""
         self._last_handed = 0.0
         self._scale_of_step: float | None = None
-        self._streams: Streams = NONE
-        """Those of the device of this step's gradients."""
-        self._done: list[Mark] = []
-        """The ends of what was put on the side stream in this step."""
+        self._device: torch.device | None = None
+        """Where the gradients of this step are."""
+        self._side: SideStream | None = None
+        """That of the device, if it has streams."""
         self._resident = False
         """Whether the step under way is reduced without the host."""
 
@@ -131,36 +130,20 @@ class AsyncReducer:
                 if steps.last is None:
                     compile_once(self.settings, speaks=steps.everyone.rank == 0)
                 steps.begin()
-                self._streams = streams_of(grad)
-                self._resident = steps.density is not None and steps.is_resident(grad.device)
+                if grad.device != self._device:
+                    self._device, self._side = grad.device, side_stream_of(grad)
+                sparse = steps.density is not None
+                self._resident = sparse and steps.device_collectives(grad.device) is not None
             self._last_handed = time.perf_counter()
             if self._first_handed is None:
                 self._first_handed = self._last_handed
             if self._in_worker:
-                self._worker.submit(self._beside(reduce, grad))
+                self._worker.submit(self._aside(reduce, grad))
             else:
-                self._worker.here(self._beside(reduce, grad) if self._resident else reduce)
+                self._worker.here(self._aside(reduce, grad) if self._resident else reduce)
 
-    def _beside(self, job: Job, grad: Tensor | None = None) -> Job:
-        """The job on the side stream; after all that the caller's stream has to do so far, if it reads `grad`."""
-        streams, done = self._streams, self._done
-        ready = None if grad is None else streams.record()
-
-        def work() -> None:
-            with streams.aside():
-                if grad is not None:
-                    streams.follow(ready)
-                    streams.keep(grad)
-                job()
-                done.append(streams.record())
-
-        return work
-
-    def _join(self) -> None:
-        """Let the caller's stream wait for the side stream: whoever reads the results finds them written."""
-        if self._done:
-            self._streams.follow(self._done[-1])
-            self._done.clear()
+    def _aside(self, job: Job, grad: Tensor | None = None) -> Job:
+        return job if self._side is None else self._side.aside(job, grad)
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         """A block of which a part is worse than nothing: after a Ctrl-C inside it every call is an error."""
@@ -198,11 +181,12 @@ class AsyncReducer:
         with self.uninterrupted():
             self._first_handed = None
             if self._in_worker:
-                self._worker.submit(self._beside(job))
+                self._worker.submit(self._aside(job))
                 self._worker.wait()
             else:
-                self._worker.here(self._beside(job) if self._resident else job)
-            self._join()
+                self._worker.here(self._aside(job) if self._resident else job)
+            if self._side is not None:
+                self._side.join()
 
     def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the step whose buckets are submitted next; they are not exchanged.
@@ -271,7 +255,7 @@ class AsyncReducer:
         A skipped step then hands back NaN, which a GradScaler reacts to. If all steps so far were skipped, nothing
         is kept of them: they had scales that are not known.
         """
-        self._steps.may_be_scaled = waits and self._scaler is None
+        self._steps.skips.may_be_scaled = waits and self._scaler is None
 
     def notice_scaler(self, scaler: Scaler | None) -> None:
         """An optimizer is about to step, called by this GradScaler, or by none: all ranks notice the same.
@@ -285,7 +269,7 @@ class AsyncReducer:
         if scaler is None:
             if known is not None:
                 raise RuntimeError(_STEPPED_WITHOUT)
-            self._steps.end_quiet_skips()
+            self._steps.skips.end_quiet()
         elif scaler is not known and (known is None or known.get_scale() != scaler.get_scale()):
             self.drain()
             if known is not None or self._needs_scale():
@@ -342,7 +326,7 @@ class AsyncReducer:
     @property
     def layout(self) -> tuple[Bucket, ...]:
         """The buckets of the last step, or of the checkpoint that was loaded."""
-        return tuple(self._steps.buckets)
+        return tuple(self._steps.buckets.states)
 
     def drop_residuals(self) -> None:
         """Forget, between steps, what this rank keeps back."""
@@ -371,38 +355,18 @@ class AsyncReducer:
     def add_sink(self, sink: MetricsSink) -> None:
         """Pass every step from now on to one more sink."""
         self.drain()
-        self._steps.sinks.append(as_sink(sink))
+        self._steps.sinks.add(sink)
 
     def stats(self) -> dict[str, float]:
         """The present state in figures, for loggers."""
         self.drain()
-        steps, last = self._steps, self._steps.last
-        figures = {
+        steps = self._steps
+        counts = {
             "step": float(steps.step),
-            "skipped_steps": float(steps.skipped_steps),
-            "skipped_in_a_row": float(steps.skipped_in_a_row),
+            "skipped_steps": float(steps.skips.total),
+            "skipped_in_a_row": float(steps.skips.in_a_row),
         }
-        if last is not None:
-            figures |= {
-                "sparse": float(last.phase == SPARSE),
-                "target_density": last.target_density,
-                "local_density": last.local_density,
-                "global_density": last.global_density,
-                "compression_ratio": last.volume.ratio,
-                "payload_bytes": float(last.volume.payload_bytes),
-                "sent_bytes": float(last.wire.sent_bytes),
-                "received_bytes": float(last.wire.received_bytes),
-                "residual_norm": last.residual_norm,
-                "reduce_seconds": last.seconds.total,
-                "exposed_seconds": last.exposed,
-                "hidden_share": last.hidden_share,
-            }
-        if self.settings.auto:
-            figures["prefers_dense"] = float(steps.autotune.prefers_dense)
-            figures["dense_step_seconds"], figures["sparse_step_seconds"] = steps.autotune.agreed
-        if steps.autotune.budget is not None:
-            figures |= steps.autotune.budget.figures()
-        return figures
+        return counts | steps.voice.figures()
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank must keep, as tensors and primitives: every rank saves its own."""
@@ -438,10 +402,7 @@ class AsyncReducer:
                 "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout
             )
         self._ending()
-        for sink in self._steps.sinks:
-            if not self._steps.voice.failed:
-                sink.note("end", self.step, {})
-            sink.close()
+        self._steps.sinks.close(self.step)
 
     def fail(self) -> None:
         """The run ends with an error of the caller: nothing is said of its end."""

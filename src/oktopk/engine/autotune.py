@@ -1,6 +1,6 @@
 """Dense or sparse: decided once per step, by the warm-up rule and, with `auto`, by measured step times.
 
-With density="auto" the density of sparse steps follows a budget (`density.py`), and the first trial comes later.
+With density="auto" the density of sparse steps follows a budget (`density/`), and the first trial comes later.
 Whole steps are compared, because a dense sum may be hidden behind backward where a faster sparse exchange is not.
 
     warm-up, ramp │ 8 sparse steps │ the faster way … │ 4 of the other way │ the faster way … │ 4 of the other …
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ import torch
 
 from ..algorithms import Dense
 from ..comm import Communicator
-from .density import WINDOW, DensityBudget, gather_seconds, read_course
+from .density.budget import DensityBudget, gather_seconds, read_course
+from .density.model import WINDOW
 from .settings import AUTO, WARMUP_VALUES, Pairs, Settings
 
 RAMP_FROM = 0.25
@@ -164,6 +166,31 @@ class Autotune:
         if self._trial(self._settled_steps(step))[0] == 0:
             self._times[dense].clear()  # a trial forgets the old times of the way that it tries
         self._times[dense].append(seconds)
+
+    def end_step(
+        self, step: int, density: float | None, counts: bool, start: float, handed_over: float,
+        deciding: Communicator | None,
+    ) -> bool:  # fmt: skip
+        """Record the times of a step; whether it was the last one of a trial.
+
+        Args:
+            step: its number.
+            density: of the step; None if it was dense.
+            counts: whether its times tell something.
+            start: when its first bucket was handed in, by time.perf_counter().
+            handed_over: when the last one was.
+            deciding: the ranks that decide together at the end of a trial; None if this is none of them.
+        """
+        now, decides = time.perf_counter(), self.decides_after(step)
+        if counts:
+            self.record(step, density is None, now - start)
+        if self.budget is not None:
+            self.budget.record(step, density if counts else None, now - handed_over, now)
+        if deciding is not None and decides:
+            self.decide(deciding)
+        if deciding is not None and self.budget is not None and self.budget.decides_after(step):
+            self.budget.decide(deciding, step)
+        return decides
 
     @property
     def tests(self) -> bool:

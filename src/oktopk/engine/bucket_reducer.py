@@ -63,6 +63,7 @@ class BucketReducer:
     def __init__(self, settings: Settings, meter: Metered, unused_stay: bool = False) -> None:
         self.settings, self.meter = settings, meter
         self.unused_stay = unused_stay
+        self._values = find_values(settings.values)
         self.residuals = ResidualStore()
         self.velocities = MomentumStore(settings.momentum)
         self.blocked = 0.0
@@ -73,13 +74,15 @@ class BucketReducer:
         """What outlasts a step, in the units of gradients."""
         return self.residuals, self.velocities
 
-    def dense_work(self, bucket: Bucket, grad: Tensor, scale: float | None) -> tuple[Tensor, Tensor | None]:
+    def dense_work(self, handed: Handed) -> tuple[Tensor, Tensor | None]:
         """Memory for a dense result, the gradient's own if possible, and the residual to be sent with it."""
-        residual = self.residuals.get(bucket, grad.device)  # of sparse steps, or of skipped ones
+        residual = self.residuals.get(
+            handed.state.bucket, handed.grad.device
+        )  # of sparse steps, or of skipped ones
         if residual is not None:
             streams_of(residual).keep(residual)  # the side stream made it
-        plain = residual is None and scale is None and not self.settings.momentum
-        return grad if plain else _unscale(grad, scale), residual
+        plain = residual is None and handed.scale is None and not self.settings.momentum
+        return handed.grad if plain else handed.unscaled(), residual
 
     def reduce_sparse(
         self, group: BucketGroup, handed: Sequence[Handed], density: float, step: int, report: NonFiniteReport,
@@ -93,7 +96,7 @@ class BucketReducer:
         members = [self._member(one) for one in handed]
         acc = Accumulator([member.work for member in members], [member.residual for member in members])
         comm = SparseCommunicator(
-            self.meter, group.size, step=step, bucket=group.index, values=find_values(self.settings.values),
+            self.meter, group.size, step=step, bucket=group.index, values=self._values,
             stopwatch=recorder.watch, blocked_before=self.blocked,
         )  # fmt: skip
         k = target_count(group.compressible, density)
@@ -124,7 +127,7 @@ class BucketReducer:
         return results, event
 
     def _member(self, handed: Handed) -> _Member:
-        work = _unscale(handed.grad, handed.scale)
+        work = handed.unscaled()
         return _Member(handed, work, self.residuals.flat(handed.state.bucket, work.device))
 
     @contextmanager
@@ -242,7 +245,7 @@ class BucketReducer:
 
     def keep(self, handed: Handed) -> None:
         """Keep the gradient of a bucket that was not reduced in the residual, if it is finite."""
-        bucket, work = handed.state.bucket, _unscale(handed.grad, handed.scale)
+        bucket, work = handed.state.bucket, handed.unscaled()
         if all_finite(work):
             self.velocities.commit(bucket, self.velocities.advance(bucket, work, ()), ())
             self.residuals.flat(bucket, work.device).add_(work)
@@ -295,13 +298,6 @@ def _restore(members: Sequence[_Member]) -> None:
     for member in members:
         if member.kept.numel():
             member.residual[member.handed.state.always_dense] = member.kept
-
-
-def _unscale(grad: Tensor, scale: float | None) -> Tensor:
-    """The gradient in float32 and without a GradScaler's scale, in memory that may be overwritten."""
-    if scale is None:
-        return grad.to(torch.float32)
-    return grad.to(torch.float32, copy=True).mul_(1.0 / scale)
 
 
 def _clear(grad: Tensor, scaled: bool) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..feedback.accumulator import Accumulator
@@ -52,12 +53,60 @@ class BucketGroup:
         self.compressible = sum(state.compressible for state in self.members)
 
 
+class BucketTable:
+    """The buckets of a model, and the groups that they are fused in, from step to step."""
+
+    def __init__(self) -> None:
+        self.states: dict[Bucket, BucketState] = {}
+        self.groups: dict[Bucket, BucketGroup] = {}
+        """By their first bucket."""
+
+    def add(self, state: BucketState) -> BucketState:
+        """Add a bucket, in place of those that had some of its parameters."""
+        moved = set(state.bucket.names)
+        self.states = {old: other for old, other in self.states.items() if moved.isdisjoint(old.names)}
+        self.states[state.bucket] = state
+        return state
+
+    def group_of(self, members: Sequence[BucketState]) -> BucketGroup:
+        """The group of these buckets, with what the algorithm remembers of it from earlier steps."""
+        buckets, group = [state.bucket for state in members], self.groups.get(members[0].bucket)
+        if group is None or group.members != tuple(members):
+            known = group is not None and [state.bucket for state in group.members] == buckets
+            moved = {name for bucket in buckets for name in bucket.names}
+            self.groups = {old: other for old, other in self.groups.items() if moved.isdisjoint(old.names)}
+            group = BucketGroup(tuple(members), group.tracking if group is not None and known else None)
+            self.groups[buckets[0]] = group
+        return group
+
+    def keep(self, used: Set[Bucket]) -> None:
+        """Forget buckets that a step did not have, because their parameters were frozen."""
+        if len(used) < len(self.states):
+            self.states = {bucket: state for bucket, state in self.states.items() if bucket in used}
+            self.groups = {
+                first: group
+                for first, group in self.groups.items()
+                if all(state.bucket in used for state in group.members)
+            }
+
+    def forget_tracking(self) -> None:
+        """Let algorithms evaluate their thresholds anew."""
+        for group in self.groups.values():
+            group.tracking = None
+
+
 class Handed(NamedTuple):
     """A bucket that was handed in. Its memory gets the result; a GradScaler may have scaled the gradient."""
 
     state: BucketState
     grad: Tensor
     scale: float | None
+
+    def unscaled(self) -> Tensor:
+        """The gradient in float32 and without a GradScaler's scale, in memory that may be overwritten."""
+        if self.scale is None:
+            return self.grad.to(torch.float32)
+        return self.grad.to(torch.float32, copy=True).mul_(1.0 / self.scale)
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class DenseAllReduce:
     def _prepare(self, handed: Handed) -> _Prepared:
         """What is to be summed: the gradient and its residual, divided by the number of ranks."""
         begun, reducer, idle, velocity = time.perf_counter(), self._reducer, [], None
-        state, grad, scale = handed
-        work, residual = reducer.dense_work(state.bucket, grad, scale)
+        state = handed.state
+        work, residual = reducer.dense_work(handed)
         acc = Accumulator([work], [] if residual is None else [residual])
         mean, aside = work, ExitStack()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -69,7 +70,56 @@ class NonFiniteReport:
         return tuple(dict.fromkeys(text for texts in gathered for text in texts)) or (f"{_SUM}, which overflows",)
 
 
-def log_skipped(event: StepEvent, scale: float | None, routine: bool) -> None:
+class SkippedSteps:
+    """Counts the steps that were skipped, logs them on one rank, and raises if there are too many in a row.
+
+    Args:
+        most: how many in a row are an error.
+        speaks: whether this rank logs.
+    """
+
+    def __init__(self, most: int, speaks: bool) -> None:
+        self._most, self._speaks = most, speaks
+        self.total = 0
+        self.in_a_row = 0
+        self._late_in_a_row = 0
+        """Of those that the host learned of a step later."""
+        self.may_be_scaled = False
+        """Whether a GradScaler may be at work that is not known yet."""
+        self._quiet: list[StepEvent] = []
+        """Those that were skipped while it may have been."""
+
+    def record(self, event: StepEvent, scale: float | None) -> None:
+        """Count a step, skipped or not, whose gradients had this scale of a GradScaler."""
+        self.total += event.skipped
+        self.in_a_row = self.in_a_row + 1 if event.skipped else 0
+        if event.skipped:
+            self._log(event, scale, routine=self.may_be_scaled or (scale is not None and scale > 1))
+            if self.may_be_scaled:
+                self._quiet.append(event)
+            _check_skipped(event, self.in_a_row, self._most, scale)
+
+    def record_late(self, step: int, skipped: bool, last: StepEvent | None) -> None:
+        """Count a step that a device has decided on, after the host has recorded it as its `last` one."""
+        self._late_in_a_row = self._late_in_a_row + 1 if skipped else 0
+        if skipped and last is not None and not last.skipped:
+            self.total += 1
+            event = replace(last, step=step, culprits=("a gradient of some rank",))
+            self._log(event, None, routine=False)
+            _check_skipped(event, self._late_in_a_row, self._most, None)
+
+    def end_quiet(self) -> None:
+        """No GradScaler is at work: steps that were skipped before this was known deserve a warning."""
+        skipped, self._quiet = self._quiet, []
+        for event in skipped:
+            self._log(event, None, routine=False)
+
+    def _log(self, event: StepEvent, scale: float | None, routine: bool) -> None:
+        if self._speaks:
+            _log_skipped(event, scale, routine)
+
+
+def _log_skipped(event: StepEvent, scale: float | None, routine: bool) -> None:
     """Log that a step was skipped. If a GradScaler's scale is too large, that is `routine`: it is lowered."""
     if routine and scale is not None:
         _log.info("oktopk: step %d skipped: the GradScaler's scale of %g is too large", event.step, scale)
@@ -80,7 +130,7 @@ def log_skipped(event: StepEvent, scale: float | None, routine: bool) -> None:
     _log.warning("oktopk: step %d skipped on all ranks: non-finite gradients in %s", event.step, _where(event))
 
 
-def check_skipped(event: StepEvent, in_a_row: int, most: int, scale: float | None) -> None:
+def _check_skipped(event: StepEvent, in_a_row: int, most: int, scale: float | None) -> None:
     """Raise if `most` steps in a row were skipped."""
     if in_a_row < most:
         return

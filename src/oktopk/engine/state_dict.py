@@ -28,7 +28,7 @@ _COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 
 def save_state(steps: StepReducer) -> dict[str, Any]:
     algorithm = steps.settings.algorithm
-    buckets = sorted(steps.buckets.values(), key=lambda state: state.index)
+    buckets = sorted(steps.buckets.states.values(), key=lambda state: state.index)
     places = {state.bucket: place for place, state in enumerate(buckets)}
     return {
         "format": FORMAT,
@@ -36,7 +36,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
         "world": steps.meter.world,
         "ranks_per_host": steps.settings.ranks_per_host,
         "averages": steps.averages,
-        **{name: getattr(steps, name) for name in _COUNTERS},
+        **dict(zip(_COUNTERS, (steps.step, steps.skips.total, steps.skips.in_a_row), strict=True)),
         "algorithm": repr(algorithm),
         "residuals": steps.reducer.residuals.state_dict(),
         "velocities": steps.reducer.velocities.state_dict(),
@@ -46,7 +46,7 @@ def save_state(steps: StepReducer) -> dict[str, Any]:
                 "buckets": [places[state.bucket] for state in group.members],
                 "tracking": algorithm.pack_state(group.tracking),
             }
-            for group in steps.groups.values()
+            for group in steps.buckets.groups.values()
             if group.tracking is not None and all(state.bucket in places for state in group.members)
         ],
         "autotune": steps.autotune.state_dict(),
@@ -82,11 +82,10 @@ def read_state(
         schedule = list(check_pairs(taken)) if taken else []
 
     def apply() -> None:
-        for name, value in counters.items():
-            setattr(steps, name, value)
+        steps.step, steps.skips.total, steps.skips.in_a_row = counters.values()
         steps.reducer.residuals.load_state_dict(residuals)
         steps.reducer.velocities.load_state_dict(velocities)
-        steps.buckets, steps.groups = {state.bucket: state for state in states}, groups
+        steps.buckets.states, steps.buckets.groups = {state.bucket: state for state in states}, groups
         steps.autotune.load_state_dict(autotune)
         steps.schedule = schedule
 

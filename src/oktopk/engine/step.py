@@ -13,18 +13,17 @@ from ..comm import Communicator, Digest, Metered, agree, post_digest
 from ..comm.fixed import FixedCollectives
 from ..feedback.buckets import Bucket
 from ..metrics.events import MetricsSink, ReductionEvent, StepEvent, combine
-from ..metrics.sinks import Sink, as_sink
 from ..metrics.traffic import merge
 from .autotune import Autotune
 from .bucket_reducer import BucketReducer
-from .bucket_state import BucketGroup, BucketResult, BucketState, Handed
+from .bucket_state import BucketResult, BucketState, BucketTable, Handed
 from .dense_allreduce import DenseAllReduce
-from .device.reducer import DeviceReducer, Figures
+from .device.reducer import DeviceReducer
 from .hierarchy.local_group import LocalGroup
-from .nonfinite import NonFiniteReport, check_skipped, log_skipped
+from .nonfinite import NonFiniteReport, SkippedSteps
 from .recorder import add_traffic
 from .settings import GRADIENTS, Settings
-from .voice.voice import Voice
+from .voice.voice import StepSinks, Voice
 
 
 class StepReducer:
@@ -49,29 +48,24 @@ class StepReducer:
         self.whole = None if whole is None else Metered(whole)
         self.everyone = self.whole or self.meter
         """All ranks of the job."""
-        self.sinks = [*map(as_sink, sinks)]
         self.step = 0
-        self.skipped_steps = 0
-        self.skipped_in_a_row = 0
+        self.skips = SkippedSteps(settings.max_skipped, speaks=self.everyone.rank == 0)
         self.last: StepEvent | None = None
-        self.buckets: dict[Bucket, BucketState] = {}
-        self.groups: dict[Bucket, BucketGroup] = {}
-        """By their first bucket."""
+        self.buckets = BucketTable()
         ranks = settings.ranks_per_host
         self.local = LocalGroup(self.meter, ranks) if ranks > 1 else None
         """The ranks of this host; None if every rank exchanges for itself."""
         exchanging = self.meter if self.local is None else self.local.leaders
         self.reducer = BucketReducer(settings, exchanging, unused_stay)
         self._device: DeviceReducer | None = None
-        """Reduces groups without the host, if the algorithm and the ranks can."""
-        self._late_skips = 0
-        """Skipped steps in a row that the host learned of a step later."""
+        """Reduces groups without the host. On a mesh another shard may lose a step that this one keeps."""
+        if whole is None and DeviceReducer.suits(settings):
+            self._device = DeviceReducer(settings, exchanging, self.reducer.residuals, unused_stay)
         self.deciding = self.whole or exchanging
         """The ranks that skip steps and autotune together."""
         self.autotune = Autotune(settings)
         self.voice = Voice(settings, self.autotune, self.everyone.rank, self.everyone.world)
-        self._introduced: list[Sink] = []
-        """The sinks that know what run this is."""
+        self.sinks = StepSinks(self.voice, sinks)
         self.density: float | None = None
         """Of the step under way; None if it is dense."""
         self.schedule: list[tuple[int, float | None]] = []
@@ -79,14 +73,8 @@ class StepReducer:
         self._dense = DenseAllReduce(self.reducer)
         here = self.everyone.global_rank(self.everyone.rank)
         self._report = NonFiniteReport(settings, f"rank {here}" if self.local is None else str(self.local))
-        self.may_be_scaled = False
-        """Whether a GradScaler may be at work that is not known yet."""
-        self._quiet_skips: list[StepEvent] = []
-        """Steps that were skipped while it may have been."""
         self._scale: float | None = None
         """Of a GradScaler, in the step under way."""
-        self._decided = False
-        """Whether this step ended a trial."""
         self._handed = 0
         """Buckets of this step so far."""
         self._waiting: list[Handed] = []
@@ -113,13 +101,9 @@ class StepReducer:
         self.density = self.autotune.density(self.step)
         self._dense.warms_up = self.autotune.warms_up(self.step)
 
-    def is_resident(self, device: torch.device) -> bool:
-        """Whether sparse buckets on this device are reduced without the host."""
-        return self._device_collectives(device) is not None
-
-    def _device_collectives(self, device: torch.device) -> FixedCollectives | None:
-        """None if the host takes part, as it must on a mesh: another shard may lose a step that this one keeps."""
-        return None if self.whole is not None else DeviceReducer.wanted(self.settings, self.reducer.meter, device)
+    def device_collectives(self, device: torch.device) -> FixedCollectives | None:
+        """Those by which sparse buckets on this device are reduced without the host; None if they are not."""
+        return None if self._device is None else self._device.collectives(device)
 
     def skip_next(self, nonfinite: Iterable[str], scale: float | None = None) -> None:
         """Let all ranks skip the next step before it begins: its buckets and all state are left untouched."""
@@ -169,12 +153,9 @@ class StepReducer:
                 self._add(*self.reducer.untouched(handed, False, self.step))
             return
         assert self.density is not None
-        group = self._group_of([handed.state for handed in waiting])
-        collectives = self._device_collectives(waiting[0].grad.device)
-        if collectives is not None:
-            self._device = self._device or DeviceReducer(
-                self.settings, self.reducer.meter, self.reducer.residuals, self.reducer.unused_stay
-            )
+        group = self.buckets.group_of([handed.state for handed in waiting])
+        collectives = self.device_collectives(waiting[0].grad.device)
+        if self._device is not None and collectives is not None:
             self._add(*self._device.reduce(collectives, group, waiting, self.density, self.step))
             return
         confirm = self._post_digest if last else self._digests.append
@@ -204,12 +185,14 @@ class StepReducer:
         skipped, culprits = self._report.names is not None, self._gather_names()
         for result in self._results:
             if skipped:
-                self.reducer.rollback(result, nan=self.may_be_scaled)
+                self.reducer.rollback(result, nan=self.skips.may_be_scaled)
             else:
                 self.reducer.commit(result)
-        if skipped and self.may_be_scaled and self.step == self.skipped_steps:
+        if skipped and self.skips.may_be_scaled and self.step == self.skips.total:
             self.drop_residuals()
-        self._tune(counts and not skipped, start, handed_over)
+        deciding = self.deciding if self.exchanges else None
+        counts = counts and not skipped
+        decided = self.autotune.end_step(self.step, self.density, counts, start, handed_over, deciding)
         if self.exchanges:  # what came after the last bucket: digests, names of culprits, a decision
             traffic = self.reducer.meter.pop_traffic()
             if self.whole is not None:
@@ -224,40 +207,19 @@ class StepReducer:
             self.step, events, skipped=skipped, culprits=culprits,
             start=start, handed_over=handed_over, stop=time.perf_counter(),
         )  # fmt: skip
-        self._keep_used()
-        self._close(event)
+        self.buckets.keep({result.handed.state.bucket for result in self._results})
+        self._close(event, decided)
         return event
 
     def _finish_on_device(self, device: DeviceReducer) -> None:
         """Commit the groups that are on the device, and read what it has told since."""
         if (late := device.read()) is not None:
-            self._count_late(late)
+            self.skips.record_late(late.step, late.nonfinite, self.last)
         if self._report.names is not None:  # by a bucket that was averaged densely
             device.drop(keep=True)
         elif device.nonfinite_here():
             self._report.add(device.names())
         device.finish(self.step)
-
-    def _count_late(self, late: Figures) -> None:
-        """Count a step that was skipped on the device, which the host did not know then."""
-        self._late_skips = self._late_skips + 1 if late.nonfinite else 0
-        if late.nonfinite and self.last is not None and not self.last.skipped:
-            self.skipped_steps += 1
-            event = replace(self.last, step=late.step, culprits=("a gradient of some rank",))
-            if self.everyone.rank == 0:
-                log_skipped(event, None, routine=False)
-            check_skipped(event, self._late_skips, self.settings.max_skipped, None)
-
-    def _keep_used(self) -> None:
-        """Forget buckets that this step did not have, because their parameters were frozen."""
-        used = {result.handed.state.bucket for result in self._results}
-        if len(used) < len(self.buckets):
-            self.buckets = {bucket: state for bucket, state in self.buckets.items() if bucket in used}
-            self.groups = {
-                first: group
-                for first, group in self.groups.items()
-                if used.issuperset(state.bucket for state in group.members)
-            }
 
     def _confirm(self) -> None:
         """Compare the sparse results of all ranks before any of them is applied: one digest for the whole step."""
@@ -293,72 +255,36 @@ class StepReducer:
             return self._report.gather(self.deciding)
         return tuple(self._report.names or ())
 
-    def _tune(self, counts: bool, start: float, handed_over: float) -> None:
-        """Record the times of a step that counts; at the end of a trial ranks decide together."""
-        now, budget = time.perf_counter(), self.autotune.budget
-        if counts:
-            self.autotune.record(self.step, self.density is None, now - start)
-        if budget is not None:
-            budget.record(self.step, self.density if counts else None, now - handed_over, now)
-        self._decided = self.autotune.decides_after(self.step)
-        if self.exchanges and self._decided:
-            self.autotune.decide(self.deciding)
-        if self.exchanges and budget is not None and budget.decides_after(self.step):
-            budget.decide(self.deciding, self.step)
-
-    def _close(self, event: StepEvent) -> None:
-        """Count the step, and pass it on to the sinks."""
+    def _close(self, event: StepEvent, decided: bool) -> None:
+        """Count the step, and pass it on to the sinks, with what ranks have `decided` for the next ones."""
         self._forget()
         if not self.schedule or self.schedule[-1][1] != self.density:
             self.schedule.append((self.step, self.density))
         self.last = event
-        self.skipped_steps += event.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if event.skipped else 0
         self.step += 1
-        self.voice.record(event)
-        decision = self.voice.decide(event.step) if self._decided else None
-        for sink in self.sinks:
-            if sink not in self._introduced:
-                self._introduced.append(sink)
-                sink.note("run", event.step, self.voice.facts())
-            sink.emit(event)
-            if decision is not None:
-                sink.note("decision", event.step, decision.facts())
+        self.sinks.record(event, decided)
         scale, self._scale = self._scale, None
-        if event.skipped:
-            routine = self.may_be_scaled or (scale is not None and scale > 1)
-            if self.everyone.rank == 0:
-                log_skipped(event, scale, routine)
-            if self.may_be_scaled:
-                self._quiet_skips.append(event)
-            check_skipped(event, self.skipped_in_a_row, self.settings.max_skipped, scale)
+        if event.skipped or self.skips.in_a_row:
+            self.skips.record(event, scale)
 
     # The scale of a GradScaler that was not known at first.
 
     @property
     def keeps_unscaled(self) -> bool:
         """Whether residuals or velocities are of more than the last step, so that no scale fits all of them."""
-        return any(self.reducer.stores) and self.step - self.skipped_steps != 1
+        return any(self.reducer.stores) and self.step - self.skips.total != 1
 
     def drop_residuals(self) -> None:
         """Forget what is kept back, and evaluate thresholds anew."""
         for store in self.reducer.stores:
             store.load_state_dict({})
-        for group in self.groups.values():
-            group.tracking = None
+        self.buckets.forget_tracking()
 
     def rescale(self, factor: float) -> None:
         """Multiply residuals and velocities by this, and evaluate thresholds anew."""
         for store in self.reducer.stores:
             store.load_state_dict({name: part * factor for name, part in store.state_dict().items()})
-        for group in self.groups.values():
-            group.tracking = None
-
-    def end_quiet_skips(self) -> None:
-        """No GradScaler is at work: steps that were skipped before this was known deserve a warning."""
-        skipped, self._quiet_skips = self._quiet_skips, []
-        for event in skipped if self.everyone.rank == 0 else ():
-            log_skipped(event, None, routine=False)
+        self.buckets.forget_tracking()
 
     # Steps that do not come to their end.
 
@@ -398,11 +324,9 @@ class StepReducer:
         self._digests, self._compare_digests = [], None
         self._report.names = None
 
-    # Buckets and groups.
-
     def _state_of(self, bucket: Bucket, grad: Tensor) -> BucketState:
         """The state of a bucket. A new one is made by all ranks together, which check that they mean the same."""
-        state = self.buckets.get(bucket)
+        state = self.buckets.states.get(bucket)
         if state is not None and state.index == self._handed and state.always_dense.device == grad.device:
             return state
         if not grad.is_floating_point():
@@ -419,18 +343,4 @@ class StepReducer:
         ]
         entries = torch.cat(always) if always else torch.empty(0, dtype=torch.int64)
         norm = 0.0 if state is None else state.residual_norm
-        moved = set(bucket.names)
-        self.buckets = {old: other for old, other in self.buckets.items() if moved.isdisjoint(old.names)}
-        self.buckets[bucket] = BucketState(bucket, self._handed, entries.to(grad.device), norm)
-        return self.buckets[bucket]
-
-    def _group_of(self, members: Sequence[BucketState]) -> BucketGroup:
-        """The group of these buckets, with what the algorithm remembers of it from earlier steps."""
-        buckets, group = [state.bucket for state in members], self.groups.get(members[0].bucket)
-        if group is None or group.members != tuple(members):
-            known = group is not None and [state.bucket for state in group.members] == buckets
-            moved = {name for bucket in buckets for name in bucket.names}
-            self.groups = {old: other for old, other in self.groups.items() if moved.isdisjoint(old.names)}
-            group = BucketGroup(tuple(members), group.tracking if group is not None and known else None)
-            self.groups[buckets[0]] = group
-        return group
+        return self.buckets.add(BucketState(bucket, self._handed, entries.to(grad.device), norm))

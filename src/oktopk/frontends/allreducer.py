@@ -71,14 +71,6 @@ class AllReducer(TrainerFrontEnd):
         self._held.plan(self._gradients.size)
 
     @property
-    def schedule(self) -> list[tuple[int, float | None]]:
-        """The density of every step so far, as pairs (step, density): from that step on; None is dense.
-
-        Passed as `density=` of another run, it repeats this one to the bit, whatever the steps take there.
-        """
-        return self._engine.schedule
-
-    @property
     def step(self) -> int:
         """How many steps have been averaged, skipped ones included."""
         return self._engine.step

@@ -16,7 +16,7 @@ from ..comm import Communicator, agree
 from ..engine.async_reducer import AsyncReducer
 from ..engine.settings import Settings
 from ..metrics.events import MetricsSink, StepEvent
-from ..metrics.sinks import Sink, TrainerLists, as_sink
+from ..metrics.sinks import TrainerLists
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -119,6 +119,14 @@ class FrontEnd:
 class TrainerFrontEnd(FrontEnd):
     """A front end to which a trainer can be linked later; the DDP front end has only `trainer=`."""
 
+    @property
+    def schedule(self) -> list[tuple[int, float | None]]:
+        """The density of every step so far, as pairs (step, density): from that step on; None is dense.
+
+        Passed as `density=` of another run, it repeats this one to the bit, whatever the steps take there.
+        """
+        return self._engine.schedule
+
     def set_trainer(self, trainer: Any) -> None:
         """Fill the trainer's lists of metrics from now on, one entry per step.
 
@@ -169,7 +177,7 @@ def _say_adaptive(name: str) -> None:
     )
 
 
-def check_sinks(sinks: Iterable[MetricsSink], trainer: object) -> list[Sink]:
+def check_sinks(sinks: Iterable[MetricsSink], trainer: object) -> list[MetricsSink]:
     """The sinks, that of a trainer last; a TypeError if one of them cannot be a sink."""
     if not isinstance(sinks, Iterable):
         raise TypeError(f"sinks must be a list of sinks, got {type(sinks).__name__}")
@@ -183,7 +191,7 @@ def check_sinks(sinks: Iterable[MetricsSink], trainer: object) -> list[Sink]:
         _log.debug("no trainer is linked: its lists of metrics are not filled")
     else:
         found.append(TrainerLists(trainer))
-    return [as_sink(sink) for sink in found]
+    return found
 
 
 def describe(parameters: Mapping[str, Tensor]) -> dict[str, object]:

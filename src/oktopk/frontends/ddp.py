@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -19,10 +18,11 @@ from ..comm import GroupCommunicator, checking_together
 from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import Density, Options, Settings
 from ..engine.state_dict import saved_layout
-from ..feedback.buckets import Bucket, BucketPlan, check_plan, flatten, layout_mismatch, make_buckets, unflatten
+from ..feedback.buckets import Bucket, BucketPlan, check_plan, layout_mismatch
 from ..metrics.events import MetricsSink
 from .base import FrontEnd, check_momentum, check_sinks, check_supported, describe, warn_adaptive
 from .copies import Copied
+from .planned import PlannedBuckets
 from .watching import GuardHandle, ModelWatch, OptimizerGuard, bucket_problem, model_problem, unwrap
 
 _ANOTHER_MODEL = "a parameter of another model: every DDP model needs an OkTopkState of its own"
@@ -90,7 +90,7 @@ class OkTopkState(FrontEnd):
         )
 
     def _begin_unnamed(self, plan: BucketPlan | None, timeout: float | None) -> None:
-        self._plan, self._timeout = plan, timeout
+        self._planned, self._timeout = PlannedBuckets(plan), timeout
         self._copied: Copied | None = None
         self._model: ModelWatch | None = None
         self._guard = OptimizerGuard(lambda: self.skipped, self._notice_scaler)
@@ -99,9 +99,6 @@ class OkTopkState(FrontEnd):
         """The sizes of parameters that require no gradient, as far as they are known."""
         self._complete = False
         """Whether all parameters are known: by name, or from a first backward pass."""
-        self._layout: tuple[Bucket, ...] | None = None
-        """Buckets to reduce in, if they are not simply DDP's."""
-        self._resumed = False
         self._known: dict[int, tuple[list[Tensor], Bucket]] = {}
         """The buckets of the last step, as DDP numbers them."""
         self._delivered: list[tuple[Bucket, Tensor, Future[Tensor]]] = []
@@ -195,12 +192,12 @@ class OkTopkState(FrontEnd):
         flat, bucket = delivered.buffer(), self._bucket_of(delivered)
         future: Future[Tensor] = Future() if flat.is_cpu else Future(devices=[flat.device])
         self._delivered.append((bucket, flat, future))
-        holds = self._plan is not None or self._resumed or self._engine.settings.norm_clip is not None
+        holds = self._planned.differ or self._engine.settings.norm_clip is not None
         if not holds:
             self._engine.submit(bucket, flat)
         if delivered.is_last():
             if holds:
-                self._reduce_held()
+                self._planned.reduce(self._engine, [(b, held) for b, held, _ in self._delivered], self._names)
             else:
                 self._engine.finish()
             self._complete, self._guard.applied = True, self.skipped
@@ -235,44 +232,6 @@ class OkTopkState(FrontEnd):
         self._known[index] = parameters, bucket
         return bucket
 
-    def _reduce_held(self) -> None:
-        """Reduce the whole model at once, in buckets that need not be those DDP has now."""
-        delivered = [(bucket, flat) for bucket, flat, _ in self._delivered]
-        factor = self._engine.clip_factor(flat for _, flat in delivered)
-        if factor != 1.0:
-            torch._foreach_mul_([flat for _, flat in delivered], factor)
-        layout = self._choose_layout([bucket for bucket, _ in delivered])
-        grads = {name: flat[place] for bucket, flat in delivered for name, place in bucket.places.items()}
-        whole, moved = dict(delivered), {}
-        for bucket in layout:
-            if bucket not in whole:
-                first = grads[bucket.names[0]]
-                flat = whole[bucket] = moved[bucket] = first.new_empty(bucket.size)
-                flatten(bucket, grads, flat)
-        for bucket in layout:
-            self._engine.submit(bucket, whole[bucket])
-        self._engine.finish()
-        for bucket, flat in moved.items():
-            unflatten(bucket, flat, grads)
-
-    def _choose_layout(self, delivered: list[Bucket]) -> tuple[Bucket, ...]:
-        """The buckets to reduce in: on the first step after a checkpoint its own, then those planned, or DDP's."""
-        sizes = {name: size for bucket in delivered for name, size in zip(bucket.names, bucket.sizes, strict=True)}
-        if self._resumed:
-            self._resumed = False
-            saved = self._engine.layout
-            if saved and (problem := layout_mismatch(saved, sizes)):
-                raise ValueError(problem)
-            self._layout = saved or None
-        if self._plan is None:
-            return self._layout or tuple(delivered)
-        if self._layout is None:
-            names = {name: index for index, name in enumerate(self._names.values())}
-            ordered = dict(sorted(sizes.items(), key=lambda item: names[item[0]]))
-            kinds = {name: (p.dtype, p.device) for p, name in self._names.items()}
-            self._layout = make_buckets(ordered, self._plan, kinds)
-        return self._layout
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where this rank's state_dict() was taken. Load it before the first backward pass.
 
@@ -289,7 +248,7 @@ class OkTopkState(FrontEnd):
                 raise ValueError(problem)
             sizes |= self._frozen
         self._engine.load_state_dict(state_dict, sizes)
-        self._resumed, self._layout = True, None
+        self._planned.resume()
         self._guard.reset()
 
     # Copies.
@@ -305,7 +264,7 @@ class OkTopkState(FrontEnd):
     def __getstate__(self) -> Copied:
         """What a copy has: process groups, sinks, the trainer, the GradScaler and the model's names stay here."""
         return self._copied or Copied(
-            self._engine.settings, self._plan, self._timeout, self._engine.scaled, self.state_dict()
+            self._engine.settings, self._planned.plan, self._timeout, self._engine.scaled, self.state_dict()
         )
 
     def __setstate__(self, copied: Copied) -> None:
@@ -317,7 +276,8 @@ class OkTopkState(FrontEnd):
         if self._copied is None:
             raise AttributeError("the state was not made")
         engine = self._copied.connect()
-        self._copied, self._resumed = None, True
+        self._copied = None
+        self._planned.resume()
         return engine
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ..engine.async_reducer import AsyncReducer, Scaler
 from ..engine.settings import UPDATES, Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
-from ..wire.sparse_vector import all_finite
+from .amp import AmpScaler, find_nonfinite, lower_scale
 from .base import check_sinks, choose_algorithm, is_adaptive
 from .fsdp.ranks import MeshRanks, local
 from .updates import LocalUpdates, average_state
@@ -37,12 +37,6 @@ _REFUSED = {
     "norm_clip": "call clip_grad_norm_(model.parameters(), …) before step(), which clips this rank's gradient",
     "backward_passes": "gradients accumulate until step(), after any number of backward passes: leave it out",
 }
-
-
-class _AmpScaler(Scaler, Protocol):
-    """torch.amp.GradScaler, with where it has noted whether gradients were infinite."""
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> Mapping[Any, Tensor]: ...
 
 
 class LocalOptimizer(WrappedOptimizer):
@@ -158,7 +152,7 @@ class LocalOptimizer(WrappedOptimizer):
         self._held.plan(self._gradients.size)
         self.sync_every = sync_every
         self._average_state_every, self._averaged_state = average_state_every, tuple(averaged_state)
-        self._scaler = cast("_AmpScaler | None", grad_scaler)
+        self._scaler = cast("AmpScaler | None", grad_scaler)
         self._updates = LocalUpdates(self._held.residual if local_parameters else _nothing, scale)
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         if self._ddp is not None:
@@ -193,7 +187,7 @@ class LocalOptimizer(WrappedOptimizer):
                 loss = closure()
         with self._engine.uninterrupted(), torch.no_grad():
             self._begin()
-            nonfinite = self._find_nonfinite()
+            nonfinite = find_nonfinite(self, self._scaler, self._grads())
             reasons = [] if self._updates.taken else nonfinite
             ends = self._updates.steps + 1 >= self.sync_every
             if ends and not self._agree(reasons):
@@ -261,30 +255,10 @@ class LocalOptimizer(WrappedOptimizer):
         part = local(tensor)
         return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
 
-    def _find_nonfinite(self) -> list[str]:
-        """The parameters whose gradients are not finite here, after a GradScaler's scale is taken off."""
-        seen = self._unscale()
+    def _grads(self) -> dict[str, Tensor]:
+        """This rank's own gradients by name, as far as there are any."""
         grads = {name: self._named[name].grad for name in self._gradients.names}
-        found = [name for name, grad in grads.items() if grad is not None and not _is_finite(self._part(grad))]
-        return found or (["a scaled gradient"] if seen else [])
-
-    def _unscale(self) -> bool:
-        """Take a GradScaler's scale off the gradients; whether it has seen one that was not finite."""
-        seen = getattr(self, "found_inf", None)  # what GradScaler.step() sets, and removes afterwards
-        if seen is None:
-            if self._scaler is not None and self._scaler.is_enabled():
-                raise RuntimeError("the gradients are scaled: call scaler.step(optimizer), not optimizer.step()")
-            return False
-        if self._scaler is None:
-            raise RuntimeError("pass LocalOptimizer(grad_scaler=…), so that all ranks lower the scale together")
-        scale, grads = getattr(self, "grad_scale", None), self._grads()
-        if scale is not None and grads:  # None if the user has called unscale_() before
-            torch._foreach_mul_(grads, 1.0 / float(scale))
-        return bool(seen)
-
-    def _grads(self) -> list[Tensor]:
-        grads = (self._named[name].grad for name in self._gradients.names)
-        return [self._part(grad) for grad in grads if grad is not None]
+        return {name: self._part(grad) for name, grad in grads.items() if grad is not None}
 
     def _agree(self, reasons: Sequence[str]) -> bool:
         """Ask all ranks, in one small round, whether each has an update; `reasons` are why this one has none.
@@ -349,12 +323,7 @@ class LocalOptimizer(WrappedOptimizer):
     def _skip(self, reasons: Sequence[str]) -> None:
         """Skip the step on all ranks. The engine counts, reports and, after `max_skipped`, raises it."""
         self._updates.restore()
-        scale = None
-        if self._scaler is not None and self._scaler.is_enabled():
-            scale = float(self._scaler.get_scale())
-            for seen in self._scaler._found_inf_per_device(self).values():
-                seen.fill_(1.0)
-        self._engine.skip_next(reasons, scale)
+        self._engine.skip_next(reasons, lower_scale(self, self._scaler))
         for bucket in self._gradients.buckets:
             self._gradients.submit_filled(self._engine, bucket, Tensor.zero_)
         self._engine.finish()
@@ -426,7 +395,3 @@ def _accepted(options: Options) -> Options:
         if given.pop(name, None):
             raise ValueError(f"LocalOptimizer has no {name}: {remedy}")
     return cast(Options, given)
-
-
-def _is_finite(grad: Tensor) -> bool:
-    return all_finite(grad._values() if grad.is_sparse else grad)

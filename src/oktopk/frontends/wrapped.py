@@ -129,14 +129,6 @@ class WrappedOptimizer(TrainerFrontEnd, Optimizer):
         self._engine.run(lambda comm: broadcast_tensors(comm, parts), replicas=True)
 
     @property
-    def schedule(self) -> list[tuple[int, float | None]]:
-        """The density of every step so far, as pairs (step, density): from that step on; None is dense.
-
-        Passed as `density=` of another run, it repeats this one to the bit, whatever the steps take there.
-        """
-        return self._engine.schedule
-
-    @property
     def rank(self) -> int:
         """The number of this rank."""
         return self._engine.rank

@@ -15,8 +15,8 @@ with requires("mlflow", extra="mlflow"):
 
 MOST = 1000
 """Metrics of one request: MLflow takes no more."""
-SECONDS = 10.0
-"""After which a request is made though more would fit: a request takes longer than a small step."""
+FLUSH_AFTER = 10.0
+"""Seconds after which a request is made though more would fit: a request takes longer than a small step."""
 
 
 class MlflowSink(TrackerSink):
@@ -48,7 +48,7 @@ class MlflowSink(TrackerSink):
     def _log(self, step: int, scalars: dict[str, float]) -> None:
         now = round(time.time() * 1000)
         self._waiting += [Metric(name, value, now, step) for name, value in scalars.items()]
-        if len(self._waiting) + len(scalars) > MOST or time.monotonic() - self._sent_at > SECONDS:
+        if len(self._waiting) + len(scalars) > MOST or time.monotonic() - self._sent_at > FLUSH_AFTER:
             self._send()
 
     def _send(self) -> None:

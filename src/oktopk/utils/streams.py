@@ -91,3 +91,39 @@ find: Callable[[torch.device], Streams] = _streams_of
 def streams_of(x: Tensor) -> Streams:
     """The streams of the device of x."""
     return find(x.device)
+
+
+class SideStream:
+    """Jobs on the side stream of a device, whose results the caller's stream waits for."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._done: list[Mark] = []
+        """The ends of what was put there and is not waited for yet."""
+
+    def aside(self, job: Callable[[], object], grad: Tensor | None = None) -> Callable[[], object]:
+        """The job on the side stream; after all that the caller's stream has to do so far, if it reads `grad`."""
+        streams, done = self._streams, self._done
+        ready = None if grad is None else streams.record()
+
+        def work() -> None:
+            with streams.aside():
+                if grad is not None:
+                    streams.follow(ready)
+                    streams.keep(grad)
+                job()
+                done.append(streams.record())
+
+        return work
+
+    def join(self) -> None:
+        """Let the caller's stream wait for the side stream: whoever reads the results finds them written."""
+        if self._done:
+            self._streams.follow(self._done[-1])
+            self._done.clear()
+
+
+def side_stream_of(x: Tensor) -> SideStream | None:
+    """That of the device of x; None if there work is done when the call returns."""
+    streams = streams_of(x)
+    return None if streams is NONE else SideStream(streams)

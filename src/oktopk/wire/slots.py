@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import WireError
 from ..kernels.values import ValueCode
@@ -23,6 +24,9 @@ from ..kernels.values import ValueCode
 _BLOCK = 1 << 16
 _HEADER = 4
 """Words of the header."""
+_LONGEST_BLOCK = 1024
+"""Entries that are dealt to a row at a time, at most."""
+_FACTORS = 0x2545F4914F6CDD1D, 0x9E3779B97F4A7C15 - (1 << 64)
 _SCALED = {ValueCode.FP16: 14, ValueCode.E4M3: 7}
 """To which power of two the largest magnitude of a row is brought."""
 _DTYPES = {
@@ -31,6 +35,37 @@ _DTYPES = {
     ValueCode.FP16: torch.float16,
     ValueCode.E4M3: torch.float8_e4m3fn,
 }
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a vector of `size` entries is dealt to `world` rows, in blocks.
+
+    >>> RowLayout(7, 2).rows(torch.arange(1.0, 8.0)).tolist()
+    [[1.0, 3.0, 5.0, 7.0], [2.0, 4.0, 6.0, 0.0]]
+    """
+
+    size: int
+    world: int
+
+    @property
+    def block(self) -> int:
+        """A power of two: some 64 blocks per row, if they are not too long."""
+        return min(_LONGEST_BLOCK, 1 << max(0, (self.size // (64 * self.world)).bit_length() - 1))
+
+    @property
+    def span(self) -> int:
+        """Entries of a row; zeros fill the last ones."""
+        return -(-self.size // (self.world * self.block)) * self.block
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """[size] -> [world, span]"""
+        padded = pad(flat, (0, self.world * self.span - self.size))
+        return padded.view(-1, self.world, self.block).transpose(0, 1).reshape(self.world, self.span)
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """[world, span] -> [size]"""
+        return rows.reshape(self.world, -1, self.block).transpose(0, 1).reshape(-1)[: self.size]
 
 
 class Rows(NamedTuple):
@@ -138,3 +173,11 @@ def _apart(part: Tensor) -> Tensor:
 def _power(exponent: Tensor) -> Tensor:
     """2^(exponent - 127) for int32 in [1, 253]; what other ranks tell is forced into that range."""
     return (exponent.clamp(1, 253) << 23).view(torch.float32)
+
+
+def checksum_of(messages: Tensor) -> Tensor:
+    """A 64-bit checksum of bytes, 0-d: finds defects and mix-ups, not an adversary."""
+    flat = messages.reshape(-1)
+    words = pad(flat, (0, -flat.numel() % 4)).view(torch.int32).long()
+    turn = torch.arange(1, words.numel() + 1, device=words.device)
+    return ((words + turn * _FACTORS[0]) * (turn * _FACTORS[1] | 1)).sum()

@@ -104,14 +104,18 @@ class DeviceReducer:
         """Of the parameters of each bucket."""
 
     @staticmethod
-    def wanted(settings: Settings, meter: Metered, device: torch.device) -> FixedCollectives | None:
-        """The collectives by which a group on this device is reduced without the host; None if it is not."""
+    def suits(settings: Settings) -> bool:
+        """Whether groups can be reduced without the host, if their device has collectives."""
         algorithm = settings.algorithm
-        if not isinstance(algorithm, OkTopkStatic) or settings.momentum or settings.ranks_per_host > 1:
-            return None
-        if algorithm.resident is False or (algorithm.resident is None and device.type == "cpu"):
-            return None
-        return meter.device_collectives(device)
+        possible = isinstance(algorithm, OkTopkStatic) and algorithm.resident is not False
+        return possible and not settings.momentum and settings.ranks_per_host == 1
+
+    def collectives(self, device: torch.device) -> FixedCollectives | None:
+        """Those by which a group on this device is reduced without the host; None if it is not."""
+        algorithm = self._settings.algorithm
+        assert isinstance(algorithm, OkTopkStatic)
+        wanted = device.type != "cpu" or algorithm.resident
+        return self._meter.device_collectives(device) if wanted else None
 
     def reduce(
         self, comm: FixedCollectives, group: BucketGroup, handed: Sequence[Handed], density: float, step: int
@@ -140,7 +144,7 @@ class DeviceReducer:
 
     def _accumulate(self, comm: FixedCollectives, handed: Sequence[Handed]) -> _Pending:
         """residual + gradient of all buckets, without the entries that are averaged densely."""
-        works = [_unscale(one) for one in handed]
+        works = [one.unscaled() for one in handed]
         residuals = [self._residuals.flat(one.state.bucket, one.grad.device) for one in handed]
         work, residual, held_back = torch.cat(works), torch.cat(residuals), None
         if self._unused_stay:
@@ -272,11 +276,6 @@ class DeviceReducer:
             for _ in range(others):
                 tally.sent(size)
                 tally.received(size)
-
-
-def _unscale(one: Handed) -> Tensor:
-    work = one.grad.to(torch.float32)
-    return work if one.scale is None else work * (1.0 / one.scale)
 
 
 def _as_checksum(tracking: Tensor | int | None, device: torch.device) -> Tensor:

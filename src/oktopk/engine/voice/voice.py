@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from ...algorithms import Dense
-from ...metrics.events import DENSE, SPARSE, StepEvent
+from ...metrics.events import DENSE, SPARSE, MetricsSink, StepEvent
+from ...metrics.sinks import Sink, as_sink
 from ...wire.codecs import describe_values
 from ..autotune import Autotune, Schedule
 from ..settings import Settings
@@ -109,6 +111,31 @@ class Voice:
             "sentence": plan_sentence(settings, self._parameters, self._world).removeprefix("oktopk: "),
         }
 
+    def figures(self) -> dict[str, float]:
+        """The last step and the last decision in figures."""
+        last, autotune, figures = self._last, self._autotune, {}
+        if last is not None:
+            figures = {
+                "sparse": float(last.phase == SPARSE),
+                "target_density": last.target_density,
+                "local_density": last.local_density,
+                "global_density": last.global_density,
+                "compression_ratio": last.volume.ratio,
+                "payload_bytes": float(last.volume.payload_bytes),
+                "sent_bytes": float(last.wire.sent_bytes),
+                "received_bytes": float(last.wire.received_bytes),
+                "residual_norm": last.residual_norm,
+                "reduce_seconds": last.seconds.total,
+                "exposed_seconds": last.exposed,
+                "hidden_share": last.hidden_share,
+            }
+        if self._settings.auto:
+            figures["prefers_dense"] = float(autotune.prefers_dense)
+            figures["dense_step_seconds"], figures["sparse_step_seconds"] = autotune.agreed
+        if autotune.budget is not None:
+            figures |= autotune.budget.figures()
+        return figures
+
     def summary(self, step: int) -> str:
         """The present state in words; `step` is the next one."""
         last = self._last
@@ -146,3 +173,35 @@ class Voice:
         if autotune.is_trial(last.step):
             return "it is compared with the other way"
         return "the faster way, as far as is known" if autotune.has_decided(step) else "both ways will be compared"
+
+
+class StepSinks:
+    """Where every step goes, with what readers of a file need to know of the run from the voice."""
+
+    def __init__(self, voice: Voice, sinks: Iterable[MetricsSink]) -> None:
+        self._voice = voice
+        self._sinks = [*map(as_sink, sinks)]
+        self._introduced: list[Sink] = []
+        """Those that know what run this is."""
+
+    def add(self, sink: MetricsSink) -> None:
+        self._sinks.append(as_sink(sink))
+
+    def record(self, event: StepEvent, decided: bool) -> None:
+        """A step has ended, after which ranks may have `decided` between dense and sparse."""
+        self._voice.record(event)
+        decision = self._voice.decide(event.step) if decided else None
+        for sink in self._sinks:
+            if sink not in self._introduced:
+                self._introduced.append(sink)
+                sink.note("run", event.step, self._voice.facts())
+            sink.emit(event)
+            if decision is not None:
+                sink.note("decision", event.step, decision.facts())
+
+    def close(self, step: int) -> None:
+        """Close them; they are told after how many steps the run has ended, unless that was an error."""
+        for sink in self._sinks:
+            if not self._voice.failed:
+                sink.note("end", step, {})
+            sink.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from oktopk.algorithms import ALGORITHMS
 from oktopk.engine.autotune import TRIAL
-from oktopk.engine.density import WINDOW
+from oktopk.engine.density.model import WINDOW
 from oktopk.engine.settings import AUTO as MEASURED
 from oktopk.engine.settings import Settings
 from oktopk.errors import OkTopkError

@@ -1,0 +1,1 @@
+"""density="auto": the largest density whose exposed communication stays within a budget."""
