@@ -32,7 +32,7 @@ PATIENCE = 120.0
 MACHINE, RANK = "the machine", "one rank"
 # Imported once, for all lives: each is to start at once.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["oktopk.train.run", "torch.utils.tensorboard", "tests.support.preload"]
+    ["torch.utils.tensorboard", "tests.support.preload"]
 )
 
 

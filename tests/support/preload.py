@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from contextlib import suppress
 
 import hypothesis  # noqa: F401  as most test modules do
 import pytest  # noqa: F401
@@ -16,8 +17,13 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
-import oktopk  # noqa: F401
+import oktopk.tools.bench.job
+import oktopk.tools.race.job
+import oktopk.train.run  # noqa: F401
 from tests.support.kernels.warming import call_every_kernel
+
+with suppress(ImportError):
+    import sklearn.datasets  # noqa: F401  the data of examples
 
 call_every_kernel()
 if threading.active_count() > 1:

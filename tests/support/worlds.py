@@ -133,6 +133,12 @@ def start_forkserver() -> None:
         forkserver.ensure_running()
 
 
+def forked(target: Callable[..., Any], *args: Any) -> Any:
+    """A process, to be started, of what the server has in memory; it may have children."""
+    start_forkserver()
+    return _FORKSERVER.Process(target=target, args=args)
+
+
 class GlooRanks(Ranks):
     """Forked from a server that has torch in memory already; they meet in a file."""
 
