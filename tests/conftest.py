@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from oktopk.tools.lab import cleanup, lab_problem
+from tests.support.forked import forked_ranks  # noqa: F401  a fixture
 from tests.support.kernels.warming import call_every_kernel
 from tests.support.labs import machine_interfaces, spaces_of
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import IO
@@ -30,21 +31,26 @@ Output = IO[bytes] | int | None
 class ForkedProgram:
     """`python PROGRAM WORD…`, `python -m MODULE WORD…` or `python -c CODE WORD…`, with the face of a Popen.
 
-    In a session of its own. Its output goes to files, or is that of this process.
+    In a session of its own. Its output goes to files, or is that of this process; a pipe is a file, too, that
+    communicate() reads at the end.
     """
 
     def __init__(
         self, command: Sequence[str | Path], env: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL,
-        stdout: Output = None, stderr: Output = None, start_new_session: bool = True,
+        stdout: Output = None, stderr: Output = None, start_new_session: bool = True, cwd: Path | None = None,
     ) -> None:  # fmt: skip
         python, *words = map(str, command)
-        if python != sys.executable or words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        if python != sys.executable or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
             raise ValueError(f"cannot be forked: {command}")
         if (stdin, start_new_session) != (subprocess.DEVNULL, True):
             raise ValueError("a forked program has no input, and a session of its own")
-        outputs = [_path(output, own) for output, own in ((stdout, 1), (stderr, 2))]
+        self._pipe = tempfile.TemporaryFile()  # noqa: SIM115  closed at the end of the block
+        outputs = [
+            _path(self._pipe if output == subprocess.PIPE else output, own)
+            for output, own in ((stdout, 1), (stderr, 2))
+        ]
         environment = dict(os.environ if env is None else env)
-        self._process = worlds.forked(_become, words, environment, os.getcwd(), outputs)
+        self._process = worlds.forked(_become, words, environment, str(cwd or os.getcwd()), outputs)
         self._process.start()
         self.pid = self._process.pid
 
@@ -61,6 +67,11 @@ class ForkedProgram:
             raise subprocess.TimeoutExpired("a forked program", timeout or 0)
         return code
 
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, None]:
+        self.wait(timeout)
+        self._pipe.seek(0)
+        return self._pipe.read(), None
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None and self.pid is not None:
             os.kill(self.pid, number)
@@ -76,13 +87,29 @@ class ForkedProgram:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.wait()
+        self._pipe.close()
+
+
+_FACE = SimpleNamespace(Popen=ForkedProgram, DEVNULL=subprocess.DEVNULL)
 
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that oktopk starts on this machine, in this test's own process, are forked."""
-    face = SimpleNamespace(Popen=ForkedProgram, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(processes, "subprocess", face)
+    monkeypatch.setattr(processes, "subprocess", _FACE)
+
+
+def run_command(
+    command: Sequence[str | Path], folder: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run(command) in that folder; the ranks that it starts are forked, too."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with ForkedProgram(command, environment, stdout=out, stderr=err, cwd=folder) as process:
+            try:
+                code = process.wait(timeout)
+            finally:
+                process.kill()
+        return subprocess.CompletedProcess(command, code, _text(out), _text(err))
 
 
 def run_program(program: Path, words: Sequence[str], ranks: int | None, timeout: float) -> str:
@@ -113,7 +140,7 @@ def _path(output: Output, own: int) -> str:
     if output == subprocess.DEVNULL:
         return os.devnull
     if isinstance(output, int):
-        raise ValueError("a forked program has no pipes")
+        raise ValueError("the output of a forked program is a file, or that of this process")
     return f"/proc/{os.getpid()}/fd/{own if output is None else output.fileno()}"
 
 
@@ -123,6 +150,9 @@ def _path(output: Output, own: int) -> str:
 def _become(words: list[str], environment: dict[str, str], folder: str, outputs: list[str]) -> None:
     """Go on as the program, up to its end."""
     os.setsid()
+    processes.subprocess = _FACE  # type: ignore[attr-defined]  # the ranks that it starts are forked, …
+    worlds.start_forkserver = lambda: None  # … by the same server
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     os.chdir(folder)
     for place, path in enumerate(outputs, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
