@@ -5,6 +5,7 @@ Also what `make` asks of the suite: the markers `quick` and `property`, the orde
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -71,12 +72,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _begin_with_the_longest(items: list[pytest.Item]) -> None:
-    """Files that may take longest, by their timeouts, begin first: no worker is left alone with one at the end."""
-    limits: dict[Path, float] = {}
+    """Files that may take longest begin first: no worker is left alone with one at the end.
+
+    By their timeouts, and then those that start processes.
+    """
+    limits: dict[Path, tuple[float, bool]] = {}
     for item in items:
-        marker = item.get_closest_marker("timeout")
-        limits[item.path] = max(limits.get(item.path, 0.0), marker.args[0] if marker else 0.0)
-    items.sort(key=lambda item: -limits[item.path])
+        marker, module = item.get_closest_marker("timeout"), getattr(item, "module", None)
+        starts = hasattr(module, "worlds") or hasattr(module, "subprocess")
+        limit = (marker.args[0] if marker else 0.0, starts)
+        limits[item.path] = max(limits.get(item.path, limit), limit)
+    items.sort(key=lambda item: limits[item.path], reverse=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What `-m quick` would only deselect need not be imported."""
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    skipped = config.option.markexpr == "quick" and path.endswith(".py") and not QUICK.match(path)
+    return True if skipped and not path.endswith(("__init__.py", "conftest.py")) else None
+
+
+def pytest_collection_finish() -> None:
+    """Nothing that is there by now goes away: tests that call the collector need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -115,6 +134,9 @@ def _left() -> dict[int, str]:
         with suppress(OSError):  # has ended, or is somebody else's
             if int(path.name) != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
                 command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid() and b"from multiprocessing." in command:
+                    continue  # servers of this process, which end with it
                 found[int(path.name)] = command.decode("utf-8", "replace")
     return found
 
