@@ -27,9 +27,7 @@ quick: $(INSTALLED) ## laws, contracts and units only, with fewer examples of ea
 	$(BIN)/python -m pytest -m quick -n 2 $(BY_FILE) --hypothesis-profile quick $(ARGS)
 
 seeds: $(INSTALLED) ## all property tests with 20 hypothesis seeds
-	for seed in $$(seq 0 19); do \
-		env -u CI $(BIN)/python -m pytest -m property -n 2 -q --hypothesis-seed=$$seed $(ARGS) || exit; \
-	done
+	env -u CI $(BIN)/python -m pytest -m property -n 2 $(BY_FILE) --seeds 20 -o timeout=2400 $(ARGS)
 
 integrations: export OMP_NUM_THREADS := 1
 integrations: $(INTEGRATIONS)/.installed ## test oktopk inside Lightning, transformers, Accelerate, Ray, wandb and MLflow

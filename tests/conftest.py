@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 
 from oktopk.tools.lab import cleanup, lab_problem
 from tests.support.forked import forked_ranks  # noqa: F401  a fixture
@@ -55,6 +55,9 @@ RUN = "OKTOPK_TEST_RUN"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reverse", action="store_true", help="run the tests in the reverse of their usual order")
+    parser.addoption(
+        "--seeds", type=int, metavar="N", help="run each property test with the hypothesis seeds below N"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,10 +89,24 @@ def _begin_with_the_longest(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What `-m quick` would only deselect need not be imported."""
-    path = collection_path.relative_to(config.rootpath).as_posix()
-    skipped = config.option.markexpr == "quick" and path.endswith(".py") and not QUICK.match(path)
-    return True if skipped and not path.endswith(("__init__.py", "conftest.py")) else None
+    """What `-m quick` or `-m property` would only deselect need not be imported."""
+    chosen, path = config.option.markexpr, collection_path.relative_to(config.rootpath).as_posix()
+    if not path.endswith(".py") or path.endswith(("__init__.py", "conftest.py")):
+        return None
+    elsewhere = chosen == "quick" and not QUICK.match(path)
+    return elsewhere or (chosen == "property" and "hypothesis" not in collection_path.read_text()) or None
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A property test with several seeds; what it prints when it fails ends with the last one."""
+    count = pyfuncitem.config.getoption("--seeds")
+    if count is None or pyfuncitem.get_closest_marker("property") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    for number in range(count):
+        print(f"--hypothesis-seed={number}")
+        seed(number)(pyfuncitem.obj)(**arguments)
+    return True
 
 
 def pytest_collection_finish() -> None:
