@@ -55,9 +55,7 @@ RUN = "OKTOPK_TEST_RUN"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reverse", action="store_true", help="run the tests in the reverse of their usual order")
-    parser.addoption(
-        "--seeds", type=int, metavar="N", help="run each property test with the hypothesis seeds below N"
-    )
+    parser.addoption("--seeds", type=int, metavar="N", help="run each property test with N hypothesis seeds")
 
 
 @pytest.hookimpl(wrapper=True)
