@@ -5,7 +5,7 @@ Also what `make` asks of the suite: the markers `quick` and `property`, the orde
 
 from __future__ import annotations
 
-import math
+import gc
 import os
 import re
 import signal
@@ -18,12 +18,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 
-from oktopk.kernels import backend
 from oktopk.tools.lab import cleanup, lab_problem
-from oktopk.wire import message as wire
-from oktopk.wire.sparse_vector import SparseVector
+from tests.support.forked import forked_ranks  # noqa: F401  a fixture
+from tests.support.kernels.warming import call_every_kernel
 from tests.support.labs import machine_interfaces, spaces_of
 
 if not torch.cuda.is_available():
@@ -56,6 +55,7 @@ RUN = "OKTOPK_TEST_RUN"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reverse", action="store_true", help="run the tests in the reverse of their usual order")
+    parser.addoption("--seeds", type=int, metavar="N", help="run each property test with N hypothesis seeds")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,12 +73,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _begin_with_the_longest(items: list[pytest.Item]) -> None:
-    """Files that may take longest, by their timeouts, begin first: no worker is left alone with one at the end."""
-    limits: dict[Path, float] = {}
+    """Files that may take longest begin first: no worker is left alone with one at the end.
+
+    By their timeouts, and then those that start processes.
+    """
+    limits: dict[Path, tuple[float, bool]] = {}
     for item in items:
-        marker = item.get_closest_marker("timeout")
-        limits[item.path] = max(limits.get(item.path, 0.0), marker.args[0] if marker else 0.0)
-    items.sort(key=lambda item: -limits[item.path])
+        marker, module = item.get_closest_marker("timeout"), getattr(item, "module", None)
+        starts = hasattr(module, "worlds") or hasattr(module, "subprocess")
+        limit = (marker.args[0] if marker else 0.0, starts)
+        limits[item.path] = max(limits.get(item.path, limit), limit)
+    items.sort(key=lambda item: limits[item.path], reverse=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What `-m quick` or `-m property` would only deselect need not be imported."""
+    chosen, path = config.option.markexpr, collection_path.relative_to(config.rootpath).as_posix()
+    if not path.endswith(".py") or path.endswith(("__init__.py", "conftest.py")):
+        return None
+    elsewhere = chosen == "quick" and not QUICK.match(path)
+    return elsewhere or (chosen == "property" and "hypothesis" not in collection_path.read_text()) or None
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A property test with several seeds; what it prints when it fails ends with the last one."""
+    count = pyfuncitem.config.getoption("--seeds")
+    if count is None or pyfuncitem.get_closest_marker("property") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    for number in range(count):
+        print(f"--hypothesis-seed={number}")
+        seed(number)(pyfuncitem.obj)(**arguments)
+    return True
+
+
+def pytest_collection_finish() -> None:
+    """Nothing that is there by now goes away: tests that call the collector need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -117,6 +149,9 @@ def _left() -> dict[int, str]:
         with suppress(OSError):  # has ended, or is somebody else's
             if int(path.name) != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
                 command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid() and b"from multiprocessing." in command:
+                    continue  # servers of this process, which end with it
                 found[int(path.name)] = command.decode("utf-8", "replace")
     return found
 
@@ -127,33 +162,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     Before xdist starts its workers, which find what has been compiled here.
     """
     if not session.config.option.collectonly:
-        _compile_kernels()
-
-
-def _compile_kernels() -> None:
-    torch.set_num_threads(1)
-    x = torch.ones(33)
-    kernels = backend(x)
-    kernels.select(x, math.inf, 0)
-    for keep_old in (False, True):
-        kernels.accumulate_select(x.clone(), x.clone(), math.inf, 0, keep_old)
-    kernels.accumulate_select_pieces([x.clone()], [x.clone()], math.inf, 0)
-    kernels.first_equal(x, 1.0, 1)
-    kernels.kth_magnitude(x, 1)
-    kernels.kth_magnitude(torch.ones(2**20 - 1), 1)
-    kernels.magnitude_histogram(x, 0, 1)
-    kernels.magnitude_moments(x)
-    for dtype, size in ((torch.int32, 64), (torch.int64, 2**31)):
-        vector = SparseVector(torch.arange(3, dtype=dtype), torch.ones(3), size)
-        vector.at_least(1.0)
-        kernels.scatter_add_(x.clone(), vector.indices, vector.values)
-        kernels.assign_(x.clone(), vector.indices, vector.values)
-        kernels.scatter_add_pieces_([x.clone()], vector.indices, vector.values)
-        kernels.assign_pieces_([x.clone()], vector.indices, vector.values)
-        kernels.union_sum([(vector.indices, vector.values)], 0, 33)
-        kernels.common(vector.indices, vector.values, vector.indices)
-        tag = wire.Tag(0, 0, 0, 0, size, 0, size)
-        wire.decode(wire.encode(vector, tag, wire.ValueCode.FP16)[0], tag)
+        call_every_kernel()
 
 
 # Tests of the lab are skipped where there can be none, and leave nothing behind.

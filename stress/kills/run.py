@@ -31,12 +31,9 @@ from tests.support import worlds
 
 PATIENCE = 120.0
 MACHINE, RANK = "the machine", "one rank"
-# Imported once, for all lives: each is to start at once. The last three come with the first compiled kernel.
+# Imported once, for all lives: each is to start at once.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    [
-        *("oktopk.train.run", "pytest", "torch.distributed", "torch._dynamo", "torch.utils.tensorboard"),
-        *("numba.np.linalg", "numba.cpython.unicode", "scipy.linalg"),
-    ]
+    ["torch.utils.tensorboard", "tests.support.preload"]
 )
 
 

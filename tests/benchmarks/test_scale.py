@@ -78,6 +78,7 @@ def test_too_much_memory_is_the_exit_code(
 
 
 @pytest.mark.timeout(1600)
+@pytest.mark.usefixtures("forked_ranks")
 def test_on_two_ranks(
     scale: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

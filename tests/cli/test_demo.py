@@ -17,6 +17,7 @@ PACED = "paced:100mbit"
 
 @pytest.mark.timeout(600)
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_demo_trains_both_for_the_same_time_and_says_what_they_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,8 @@
 """The examples do what they say: they learn, mostly by sparse steps, and resume.
 
-They run on several ranks; two of them also alone, which they all do by the same function. Those with frameworks
-are tested in integrations_tests.
+They run on several ranks; two of them also alone, which they all do by the same function. One is started as its
+user starts it, alone and by torchrun; processes of the others are forked. Those with frameworks are tested in
+integrations_tests.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from oktopk.tools.report import build_report, read_run
-from tests.support.examples import EXAMPLES, SECONDS, check, parse, run, states
+from tests.support.examples import EXAMPLES, SECONDS, check, parse, run, run_forked, states
 
 pytestmark = pytest.mark.timeout(3 * SECONDS)
 
@@ -35,7 +36,7 @@ def test_ddp(ranks: int | None) -> None:
 
 
 def test_optimizer() -> None:
-    out = run("optimizer", ranks=2)
+    out = run_forked("optimizer", ranks=2)
     check(parse(out), 2, (20, 180), accuracy=80)
     assert int(re.findall(r"^clipped +(\d+)", out, re.MULTILINE)[0]) > 0
 
@@ -43,17 +44,17 @@ def test_optimizer() -> None:
 @pytest.mark.parametrize(("ranks", "every"), [(None, 1), (2, 3)])
 def test_local_optimizer(ranks: int | None, every: int) -> None:
     """Warm-up steps are exchanges; the last of 67 rounds has two steps."""
-    out = run("local_optimizer", "--sync-every", every, ranks=ranks)
+    out = run_forked("local_optimizer", "--sync-every", every, ranks=ranks)
     check(parse(out), ranks or 1, (20, 180) if every == 1 else (20, 47), accuracy=80)
 
 
 def test_hsdp_resumes_on_another_mesh(tmp_path: Path) -> None:
-    out = run("hsdp", "--shards", 2, "--steps", 30, "--out", tmp_path / "checkpoint", ranks=4)
+    out = run_forked("hsdp", "--shards", 2, "--steps", 30, "--out", tmp_path / "checkpoint", ranks=4)
     assert "2 replicas x 2 shards" in out
     assert "0 to 30: 20 dense, 10 sparse" in out
     sent = {phase: float(size) for size, phase in re.findall(r"([\d.]+) kB in a (dense|sparse) step", out)}
     assert 0 < sent["sparse"] < 0.2 * sent["dense"]
-    again = run("hsdp", "--steps", 5, "--out", tmp_path / "checkpoint", "--resume")
+    again = run_forked("hsdp", "--steps", 5, "--out", tmp_path / "checkpoint", "--resume")
     assert "1 replicas x 1 shards" in again
     assert "30 to 35: 5 sparse" in again
     losses = [float(re.findall(r"^val loss +([\d.]+)", text, re.MULTILINE)[0]) for text in (out, again)]
@@ -62,7 +63,7 @@ def test_hsdp_resumes_on_another_mesh(tmp_path: Path) -> None:
 
 def test_manual_loop(tmp_path: Path) -> None:
     world = 2
-    out = run("manual_loop", "--out", tmp_path, ranks=world)
+    out = run_forked("manual_loop", "--out", tmp_path, ranks=world)
     summary = parse(out)
     check(summary, world, (20, 180), accuracy=80)
     assert summary.skipped == 1
@@ -76,7 +77,7 @@ def test_manual_loop(tmp_path: Path) -> None:
 
 def test_own_loop_gives_a_whole_report(tmp_path: Path) -> None:
     """Every question is answered from what the loop recorded and what it did; some answers are compared here."""
-    out = run("own_loop", "--out", tmp_path, ranks=2)
+    out = run_forked("own_loop", "--out", tmp_path, ranks=2)
     summary = parse(out)
     check(summary, 2, (20, 180), accuracy=80)
     assert "200 steps; the last one was sparse at 1 %: as asked for (auto=False)." in out
@@ -96,11 +97,11 @@ def test_own_loop_gives_a_whole_report(tmp_path: Path) -> None:
 
 def test_resume_gives_the_same_bits_and_changes_its_number_of_ranks(tmp_path: Path) -> None:
     options = ["--out", tmp_path, "--steps", 60]
-    out = run("resume", *options, "--verify", ranks=2)
+    out = run_forked("resume", *options, "--verify", ranks=2)
     check(parse(out), 2, (20, 40), accuracy=50)
     for rank in range(2):
         assert f"rank {rank}: 60 steps later, parameters and residuals are the same bits" in out
-    out = run("resume", *options, "--resume", ranks=3)
+    out = run_forked("resume", *options, "--resume", ranks=3)
     assert "goes on from step 60, saved by 2 ranks, with 3" in out
     check(parse(out), 3, (0, 60), accuracy=60)
     saved = [checkpoint["oktopk"] for checkpoint in states(tmp_path / "step000120", "rank*.pt")]
@@ -109,10 +110,10 @@ def test_resume_gives_the_same_bits_and_changes_its_number_of_ranks(tmp_path: Pa
 
 def test_elastic_goes_on_by_itself_with_another_number_of_ranks(tmp_path: Path) -> None:
     options = ["--out", tmp_path, "--save-every", 25]
-    first = run("elastic", *options, "--steps", 60, ranks=2)
+    first = run_forked("elastic", *options, "--steps", 60, ranks=2)
     assert "begins at step 0 with 2 ranks" in first
     check(parse(first), 2, (20, 40), accuracy=50)
-    second = run("elastic", *options, "--steps", 120)
+    second = run_forked("elastic", *options, "--steps", 120)
     assert "begins at step 60 with 1 ranks" in second
     check(parse(second), 1, (0, 60), accuracy=60)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-00000075", "step-00000100", "step-00000120"]

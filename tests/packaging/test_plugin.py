@@ -1,4 +1,7 @@
-"""The package in examples/plugin, installed by pip as anybody's would be: every command takes its names."""
+"""The package in examples/plugin, installed by pip as anybody's would be: every command takes its names.
+
+Where it makes no difference, the processes of a command are forked.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from oktopk.tools.lab import lab_problem
+from tests.support.forked import run_command
 from tests.support.paths import ROOT
 
 SECONDS = 300
@@ -46,7 +50,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def oktopk(site: Path, folder: Path, *words: str) -> Any:
     """What a command prints as JSON."""
-    done = call([sys.executable, "-m", "oktopk", *words], folder, PYTHONPATH=str(site))
+    command = [sys.executable, "-m", "oktopk", *words]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(site)}
+    done = run_command(command, folder, env, SECONDS)
     assert done.returncode == 0, f"oktopk {' '.join(words)}\n{done.stdout}{done.stderr}"
     return json.loads(done.stdout)
 

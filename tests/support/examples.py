@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.support.forked import run_program
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -49,6 +50,11 @@ def run(name: str, *options: object, ranks: int | None = None) -> str:
             process.communicate()
     assert process.returncode == 0, f"{out}\n{err}"
     return out
+
+
+def run_forked(name: str, *options: object, ranks: int | None = None) -> str:
+    """The same, where the interpreter's start is of no interest."""
+    return run_program(EXAMPLES / f"{name}.py", list(map(str, options)), ranks, SECONDS)
 
 
 def parse(text: str) -> Summary:

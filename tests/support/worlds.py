@@ -24,19 +24,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 import oktopk
+from tests.support.paths import ROOT
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# Imported once, for all worlds; the last is what DDP and optimizers import when the first one is made.
-_FORKSERVER.set_forkserver_preload(["oktopk", "pytest", "torch.distributed", "torch._dynamo"])
+_FORKSERVER.set_forkserver_preload(["tests.support.preload"])
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,19 @@ class Ranks(ABC):
         return self.directory / f"{rank}.{kind}"
 
 
+def start_forkserver() -> None:
+    """If it does not run yet. It finds what it imports from any working directory."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
+
+
+def forked(target: Callable[..., Any], *args: Any) -> Any:
+    """A process, to be started, of what the server has in memory; it may have children."""
+    start_forkserver()
+    return _FORKSERVER.Process(target=target, args=args)
+
+
 class GlooRanks(Ranks):
     """Forked from a server that has torch in memory already; they meet in a file."""
 
@@ -132,6 +147,7 @@ class GlooRanks(Ranks):
             _FORKSERVER.Process(target=_gloo_rank, args=(self.directory, r, self.size, job, args), daemon=True)
             for r in range(self.size)
         ]
+        start_forkserver()
         for process in self.processes:
             process.start()
 

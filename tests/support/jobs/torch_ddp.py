@@ -7,6 +7,7 @@ torch.testing imports the package expecttest.
 
 from __future__ import annotations
 
+import gc
 import sys
 import unittest
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import distributed_test
 
 import oktopk
+from tests.support.kernels.warming import call_every_kernel
 
 TESTS = (
     "test_DistributedDataParallelCPU",
@@ -50,6 +52,9 @@ class TorchDDP(distributed_test.TestDistBackend, distributed_test.DistributedTes
 
 
 if __name__ == "__main__":
+    call_every_kernel()  # here, and not in every child; what is frozen, their collectors need not copy
+    gc.collect()
+    gc.freeze()
     suite = unittest.TestSuite(TorchDDP(name) for name in sys.argv[1:] or TESTS)
     ended = unittest.TextTestRunner(verbosity=2).run(suite)
     sys.exit(not ended.wasSuccessful() or bool(ended.skipped))

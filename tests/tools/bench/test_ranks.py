@@ -35,6 +35,7 @@ SPARSE = ("topka", "topkdsa", "gtopk", "gaussiank", "oktopk", "oktopk-static")
 CONTENDERS = list_contenders()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_contenders_average_what_all_ranks_have() -> None:
     names = tuple(name for name in CONTENDERS if name not in (MEMORY, LINK))
     plan = Plan((names,), RANKS, model="synthetic", params=1_100_001, density=DENSITY, timeout=PATIENCE)
@@ -58,6 +59,7 @@ def test_contenders_average_what_all_ranks_have() -> None:
         assert (told["sent_bytes"] is None) == (name not in (*SPARSE, "dense"))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--model",
@@ -94,6 +96,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert list(tmp_path.iterdir()) == [picture]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_all_take_part_with_a_tiny_model_and_half_of_its_entries(capsys: pytest.CaptureFixture[str]) -> None:
     names = [*CONTENDERS, *(f"oktopk:{variant}" for variant in list_variants())]
     words = ["--model", "synthetic", "--params", "10k", "--density", "0.5", "--steps", "2", "--ranks", "3"]

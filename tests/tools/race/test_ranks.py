@@ -1,4 +1,7 @@
-"""Real races of a tiny transformer on two ranks: every contender, resuming, interrupting, and the lab."""
+"""Real races of a tiny transformer on two ranks: every contender, resuming, interrupting, and the lab.
+
+Ranks on loopback are forked, but for those of the command that is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from tests.support.jobs.race_cell import TINY
 from tests.support.machine import children, heeded, spaces_of
 from tests.support.worlds import is_running, wait_until
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.processes, pytest.mark.usefixtures("forked_ranks")]
 PATIENCE = 500
 """Seconds; a busy machine is not a bug."""
 JOB = (sys.executable, race_cell.__file__)

@@ -133,6 +133,7 @@ def test_the_loopback_can_be_measured():
     assert takes_time(found)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_work_is_timed_by_processes_of_its_own():
     found = measure(["dense", "oktopk"], 400_000, 0.05)
     assert found.size == 400_000
@@ -143,6 +144,7 @@ def test_work_is_timed_by_processes_of_its_own():
     assert found.coding.encode_part > 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_measurement_that_fails_is_an_error():
     with pytest.raises(simulate.SimulationError, match=r"exit code 1:(.|\n)*unheard-of"):
         measure(["unheard-of"], 1000, 0.05)

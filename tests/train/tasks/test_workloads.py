@@ -36,8 +36,8 @@ WORLD = {
 }
 """Ranks for each workload: several for the small ones."""
 STEPS = {"alexnet": (1, 2)}
-STEPS |= dict.fromkeys(("vgg16", "resnet110", "resnet50"), (2, 4))
-"""Dense and sparse ones, where a step takes seconds; 5 and 15 elsewhere."""
+STEPS |= dict.fromkeys(("vgg16", "resnet56", "resnet110", "resnet50", "gpt-small"), (2, 4))
+"""Dense and sparse ones, where a step takes long; 5 and 15 elsewhere."""
 LR = {"bert-tiny": 1e-4, "gpt-small": 1e-3}
 
 
