@@ -113,8 +113,8 @@ class Settings:
     ) -> Settings:  # fmt: skip
         """The settings that a front end was given as keywords.
 
-        Without a density the warm-up is short, a share of the run. With one it is 128 dense steps, unless it or the
-        length of the run is given.
+        Without a density the warm-up is short, a share of the run. With one it is 128 dense steps, unless it or
+        the length of the run is given.
         """
         chosen: dict[str, Any] = dict(options)
         if density is None:
