@@ -217,7 +217,7 @@ def test_the_decision_survives_a_checkpoint(monkeypatch: pytest.MonkeyPatch, spa
 
 def test_a_run_resumed_just_before_a_re_test_knows_what_was_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no dense step of its own to compare with."""
-    set_clock(monkeypatch, lambda step, phase: 1.0 if phase == "dense" else 9.0)
+    set_clock(monkeypatch, lambda step, phase: 1.0 if phase == "dense" else 4.0)
     ((phases, _),) = stepping.on_ranks(1, lambda comm: resume(comm, 4 + RETEST, range(5)))
     assert phases == ["sparse"] * RETRIAL + ["dense"]
 
@@ -266,13 +266,20 @@ def test_without_auto_nothing_is_timed() -> None:
     auto=st.booleans(),
     prefers_dense=st.booleans(),
     seconds=st.tuples(st.floats(0, 10), st.floats(0, 10)),
+    retest=st.integers(4, 16).map(lambda power: 2**power),
 )
 def test_asking_for_a_density_changes_nothing(
-    steps: list[int], warmup: int, ramp: int, auto: bool, prefers_dense: bool, seconds: tuple[float, float]
+    steps: list[int],
+    warmup: int,
+    ramp: int,
+    auto: bool,
+    prefers_dense: bool,
+    seconds: tuple[float, float],
+    retest: int,
 ) -> None:
     """In any order and any number of times: the answer is the same, and so is the state."""
     settings = Settings(oktopk.ALGORITHMS["oktopk"](), 0.01, warmup, ramp, auto=auto)
-    state = {"prefers_dense": prefers_dense, "seconds": list(seconds)}
+    state = {"prefers_dense": prefers_dense, "retest": retest, "seconds": list(seconds)}
     asked, fresh = Autotune(settings), Autotune(settings)
     asked.load_state_dict(state)
     fresh.load_state_dict(state)
