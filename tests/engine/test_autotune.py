@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import oktopk
 from oktopk.engine import autotune
-from oktopk.engine.autotune import RETRIAL, TRIAL, Autotune, Schedule
+from oktopk.engine.autotune import RETRIAL, TRIAL, Autotune, Schedule, first_retest
 from oktopk.engine.settings import Settings
 from tests.support import stepping
 
@@ -25,6 +25,7 @@ RETEST = 16
 @pytest.fixture(autouse=True)
 def _early_retests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "FIRST_RETEST", RETEST)
+    monkeypatch.setattr(autotune, "RETEST_COST", 1.0)
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
@@ -148,6 +149,18 @@ def test_the_other_way_is_tested_again_at_doubling_distance(
         assert set(ways[warmup + TRIAL :]) == {way, other}
 
 
+@pytest.mark.parametrize(("sparse", "way", "other"), [(0.1, "ss", "dd"), (10.0, "dd", "ss")])
+def test_a_way_that_is_far_slower_is_tested_again_late(
+    monkeypatch: pytest.MonkeyPatch, sparse: float, way: str, other: str
+) -> None:
+    set_clock(monkeypatch, lambda step, phase: 1.0 if phase == "dense" else sparse)
+    late = 64  # re-testing costs 4 · (10 - 1) = 36 steps of the faster way
+    assert first_retest(1.0, sparse) == late
+    for ways, _ in run_auto(2, 4 + late + RETRIAL, 4):
+        assert ways[4 + TRIAL : 4 + late] == [way] * (late - TRIAL)
+        assert ways[4 + late :] == [other] * RETRIAL
+
+
 def test_a_re_test_changes_the_way_when_the_clock_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     set_clock(monkeypatch, lambda step, phase: 1.0 if phase == "dense" else (3.0 if step < 14 else 0.5))
     ((ways, figures),) = run_auto(1, 4 + RETEST + RETRIAL + 4, warmup=4)
@@ -204,7 +217,7 @@ def test_the_decision_survives_a_checkpoint(monkeypatch: pytest.MonkeyPatch, spa
 
 def test_a_run_resumed_just_before_a_re_test_knows_what_was_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no dense step of its own to compare with."""
-    set_clock(monkeypatch, lambda step, phase: 1.0 if phase == "dense" else 9.0)
+    set_clock(monkeypatch, lambda step, phase: 1.0 if phase == "dense" else 4.0)
     ((phases, _),) = stepping.on_ranks(1, lambda comm: resume(comm, 4 + RETEST, range(5)))
     assert phases == ["sparse"] * RETRIAL + ["dense"]
 
@@ -235,7 +248,11 @@ def test_dense_stays_dense_and_is_not_compared() -> None:
 def test_without_auto_nothing_is_timed() -> None:
     with stepping.reducer_on(None, warmup_steps=1) as reducer:
         stepping.record_steps(reducer, 0, range(3))
-        assert reducer.state_dict()["autotune"] == {"prefers_dense": False, "seconds": [0.0, 0.0]}
+        assert reducer.state_dict()["autotune"] == {
+            "prefers_dense": False,
+            "retest": RETEST,
+            "seconds": [0.0, 0.0],
+        }
         assert "prefers_dense" not in reducer.stats()
 
 
@@ -249,13 +266,20 @@ def test_without_auto_nothing_is_timed() -> None:
     auto=st.booleans(),
     prefers_dense=st.booleans(),
     seconds=st.tuples(st.floats(0, 10), st.floats(0, 10)),
+    retest=st.integers(4, 16).map(lambda power: 2**power),
 )
 def test_asking_for_a_density_changes_nothing(
-    steps: list[int], warmup: int, ramp: int, auto: bool, prefers_dense: bool, seconds: tuple[float, float]
+    steps: list[int],
+    warmup: int,
+    ramp: int,
+    auto: bool,
+    prefers_dense: bool,
+    seconds: tuple[float, float],
+    retest: int,
 ) -> None:
     """In any order and any number of times: the answer is the same, and so is the state."""
     settings = Settings(oktopk.ALGORITHMS["oktopk"](), 0.01, warmup, ramp, auto=auto)
-    state = {"prefers_dense": prefers_dense, "seconds": list(seconds)}
+    state = {"prefers_dense": prefers_dense, "retest": retest, "seconds": list(seconds)}
     asked, fresh = Autotune(settings), Autotune(settings)
     asked.load_state_dict(state)
     fresh.load_state_dict(state)

@@ -546,7 +546,6 @@ def test_groups_and_their_thresholds_outlast_a_change_of_density() -> None:
         ([0.1, 0.2], r"pairs \(step, density\), got 0.1"),
         (["ab"], "pairs"),
         ("automatic", "'auto', or a sequence of pairs"),
-        (None, "'auto', or a sequence of pairs"),
     ],
 )
 def test_a_wrong_sequence_is_refused(wrong: Any, message: str) -> None:

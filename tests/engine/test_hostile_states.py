@@ -108,6 +108,7 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
     "an infinite velocity": (memory("velocities", torch.full((C,), math.inf)), "of c are not finite"),
     "a negative step": (put("step", value=-1), "step must be an integer from 0"),
     "a step that is a text": (put("step", value="3"), "step must be an integer from 0"),
+    "a re-test that never comes": (put("autotune", "retest", value=2**40), "the first re-test must be in"),
     "times of NaN": (put("autotune", "seconds", value=[math.nan, 1.0]), "step times must be finite"),
     "a schedule that falls": (put("schedule", value=[[3, 0.1], [2, 0.2]]), "steps that rise"),
     "a schedule of more than all": (put("schedule", value=[[0, 7.0]]), "densities in (0, 1]"),

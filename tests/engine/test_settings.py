@@ -37,17 +37,34 @@ def test_steps_before_warmup_steps_are_dense_and_from_it_on_sparse(layout: str, 
                 assert stepping.same_bits(record.result, mean_gradient(2, t))
 
 
-def test_128_steps_are_dense_unless_told_otherwise() -> None:
-    def job(comm: oktopk.Communicator) -> list[str]:
-        phases = []
-        with oktopk.AllReducer(stepping.parameters().items(), comm=comm) as reducer:
-            for _ in range(130):
+@pytest.mark.parametrize(
+    ("given", "dense", "target"),
+    [
+        ({"density": 0.1}, 128, 32),
+        ({"density": 0.1, "warmup_steps": 3}, 3, 32),
+        ({"warmup_steps": 3}, 3, 3),
+        ({}, 5, 81),
+        ({"total_steps": 1000}, 10, 81),
+        ({"density": 0.1, "total_steps": 1000}, 10, 81),
+    ],
+)
+def test_the_warm_up_is_short_where_neither_it_nor_a_density_is_given(
+    given: dict[str, Any], dense: int, target: int
+) -> None:
+    """With a density it is 128 steps, item 8. A warm-up that is a share of the run ends in a ramp from 25 %."""
+
+    def job(comm: oktopk.Communicator) -> list[tuple[str, int]]:
+        steps = []
+        with oktopk.AllReducer(stepping.parameters().items(), comm=comm, buckets="model", **given) as reducer:
+            for _ in range(dense + 1):
                 reducer.sync({"b": torch.ones(31)})
                 assert reducer.last is not None
-                phases.append(reducer.last.phase)
-        return phases
+                steps.append((reducer.last.phase, reducer.last.target_count))
+        return steps
 
-    assert stepping.on_ranks(1, job) == [["dense"] * 128 + ["sparse"] * 2]
+    ((*warmup, last),) = stepping.on_ranks(1, job)
+    assert [phase for phase, _ in warmup] == ["dense"] * dense
+    assert last == ("sparse", target)
 
 
 @pytest.mark.parametrize("algorithm", SPARSE)

@@ -70,7 +70,9 @@ def gradients(rank: int, step: int) -> Grads:
 
 
 def reducer_on(comm: oktopk.Communicator | None, algorithm: Any = "oktopk", **options: Any) -> oktopk.AllReducer:
-    defaults: dict[str, Any] = {"density": 0.05, "warmup_steps": 2, "buckets": "model", "fusion_entries": 0}
+    defaults: dict[str, Any] = {
+        "density": 0.05, "warmup_steps": 2, "buckets": "model", "fusion_entries": 0, "values": "fp32",
+    }  # fmt: skip
     return oktopk.AllReducer(parameters().items(), algorithm, comm=comm, **(defaults | options))
 
 

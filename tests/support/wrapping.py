@@ -64,7 +64,9 @@ def wrap_local(
 def _defaults(model: nn.Module) -> dict[str, Any]:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     buckets = [names[len(names) // 2 :], names[: len(names) // 2]]
-    return {"density": 0.1, "warmup_steps": 2, "auto": False, "fusion_entries": 0, "buckets": buckets}
+    return {
+        "density": 0.1, "warmup_steps": 2, "auto": False, "fusion_entries": 0, "buckets": buckets, "values": "fp32",
+    }  # fmt: skip
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]) -> None:

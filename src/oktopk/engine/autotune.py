@@ -5,6 +5,8 @@ Whole steps are compared, because a dense sum may be hidden behind backward wher
 
     warm-up, ramp │ 8 sparse steps │ the faster way … │ 4 of the other way │ the faster way … │ 4 of the other …
                   └ trial ─────────┘                  └ re-test at 256 ────┘                  └ at 512, 1024, …
+
+The first re-test comes later where one way is far slower: trying it must cost little.
 """
 
 from __future__ import annotations
@@ -29,13 +31,18 @@ from .settings import AUTO, WARMUP_VALUES, Pairs, Settings
 
 RAMP_FROM = 0.25
 """The density at which a ramp begins."""
-WARMUP_SHARE, LONGEST_WARMUP = 0.02, 128
+WARMUP_SHARE, LONGEST_WARMUP = 0.01, 128
 RAMP_SHARE, LONGEST_RAMP = 0.08, 512
 """Shares of a run, and most steps, that are dense and that ramp if `warmup_steps` is None."""
+SHORT_RUN = 500
+"""The length of a run, if nobody knows it."""
 TRIAL = 8
 """Sparse steps before the first decision; the first ones compile kernels and evaluate thresholds exactly."""
 RETRIAL = 4
 FIRST_RETEST = 256
+LATEST_RETEST = 2**16
+RETEST_COST = 0.01
+"""The first re-test comes so late that the slower way costs no more than this share of the time until then."""
 GAIN = 0.97
 """Sparse steps must be at least this much faster, or training stays dense: a tie is not worth a residual."""
 _TIMED_DENSE_STEPS = 4
@@ -44,11 +51,11 @@ _SETTLING = 2 * WINDOW
 """Sparse steps before the first trial, if the density is chosen by measurement."""
 
 
-def plan_warmup(total_steps: int) -> tuple[int, int]:
+def plan_warmup(total_steps: int = SHORT_RUN) -> tuple[int, int]:
     """The rule behind `warmup_steps=None`: (dense steps, ramp steps) of a run of so many.
 
-    >>> plan_warmup(500), plan_warmup(10_000)
-    ((10, 40), (128, 512))
+    >>> plan_warmup(500), plan_warmup(10_000), plan_warmup(100_000)
+    ((5, 40), (100, 512), (128, 512))
     """
     dense, ramp = math.ceil(WARMUP_SHARE * total_steps), math.ceil(RAMP_SHARE * total_steps)
     return min(LONGEST_WARMUP, dense), min(LONGEST_RAMP, ramp)
@@ -78,8 +85,7 @@ class Schedule:
         density = settings.min_density if isinstance(settings.density, str) else settings.density
         if settings.warmup_steps is not None:
             return cls(density, settings.warmup_steps, settings.ramp_steps)
-        assert settings.total_steps is not None
-        warmup_steps, ramp_steps = plan_warmup(settings.total_steps)
+        warmup_steps, ramp_steps = plan_warmup(settings.total_steps or SHORT_RUN)
         return cls(density, warmup_steps, settings.ramp_steps or ramp_steps)
 
     def density_at(self, step: int) -> float | None:
@@ -126,6 +132,7 @@ class Autotune:
         self.prefers_dense = False
         self.agreed = (0.0, 0.0)
         """(dense, sparse) seconds, the means over ranks, that the last decision was based on."""
+        self._retest = FIRST_RETEST
 
     def density(self, step: int) -> float | None:
         """The density of a step; None if it is dense."""
@@ -154,7 +161,7 @@ class Autotune:
         """(steps into the trial that is under way or comes next, its length); negative before it."""
         if final < self._first_trial + TRIAL:
             return final - self._first_trial, TRIAL
-        start = FIRST_RETEST
+        start = self._retest
         while final >= start + RETRIAL:
             start *= 2
         return final - start, RETRIAL
@@ -220,6 +227,7 @@ class Autotune:
         means = gather_seconds(comm, own, "dense or sparse").mean(0)
         dense, sparse = self.agreed = float(means[0]), float(means[1])
         self.prefers_dense = dense > 0 and sparse > GAIN * dense
+        self._retest = first_retest(dense, sparse)
 
     def typical(self) -> tuple[float, float]:
         """(dense, sparse) seconds: the lower quartile and the median, so that training stays dense in doubt.
@@ -233,20 +241,34 @@ class Autotune:
     def decision(self) -> dict[str, Any]:
         """What was decided last, the same on all ranks."""
         density = {} if self.budget is None else {"density": self.budget.state_dict()}
-        return {"prefers_dense": self.prefers_dense, "seconds": list(self.agreed), **density}
+        chosen = {"prefers_dense": self.prefers_dense, "retest": self._retest}
+        return {**chosen, "seconds": list(self.agreed), **density}
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.decision(), "seconds": list(self.typical() if self._auto else self.agreed)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what was decided; a ValueError if that cannot be right."""
-        self.prefers_dense, self.agreed = read_decision(saved)
+        self.prefers_dense, self._retest, self.agreed = read_decision(saved)
         if self.budget is not None and "density" in saved:
             self.budget.load_state_dict(saved["density"])
 
 
-def read_decision(saved: Mapping[str, Any]) -> tuple[bool, tuple[float, float]]:
-    """Check a decision that another rank or a file has told: (prefers_dense, seconds)."""
+def first_retest(dense: float, sparse: float) -> int:
+    """Steps before the first re-test, by the seconds of both ways: a way that is far slower is tried again late.
+
+    >>> first_retest(1.0, 0.9), first_retest(1.2, 0.2), first_retest(0.0, 1.0)
+    (256, 2048, 256)
+    """
+    fast, slow = sorted((dense, sparse))
+    start = FIRST_RETEST
+    while start < LATEST_RETEST and fast > 0 and RETRIAL * (slow / fast - 1) > RETEST_COST * start:
+        start *= 2
+    return start
+
+
+def read_decision(saved: Mapping[str, Any]) -> tuple[bool, int, tuple[float, float]]:
+    """Check a decision that another rank or a file has told: (prefers_dense, first re-test, seconds)."""
     if "density" in saved:
         read_course(saved["density"])
     dense, sparse = saved["seconds"]
@@ -254,4 +276,9 @@ def read_decision(saved: Mapping[str, Any]) -> tuple[bool, tuple[float, float]]:
         raise ValueError(f"autotune: step times must be finite and not negative, got {saved['seconds']}")
     if type(saved["prefers_dense"]) is not bool:
         raise ValueError(f"autotune: prefers_dense must be a bool, got {saved['prefers_dense']!r}")
-    return saved["prefers_dense"], (float(dense), float(sparse))
+    retest = saved["retest"]
+    if type(retest) is not int or not FIRST_RETEST <= retest <= LATEST_RETEST:
+        raise ValueError(
+            f"autotune: the first re-test must be in [{FIRST_RETEST}, {LATEST_RETEST}], got {retest!r}"
+        )
+    return saved["prefers_dense"], retest, (float(dense), float(sparse))

@@ -17,6 +17,8 @@ GRADIENTS, UPDATES = "gradients", "updates"
 
 AUTO = "auto"
 """As a density: chosen by measurement."""
+DEFAULT_DENSITY, LONG_WARMUP = 0.01, 128
+"""Where front ends are not given them; the warm-up is so long only where a density is given."""
 LEAST_DENSITY, MOST_DENSITY = 0.01, 0.25
 """The range of densities that are chosen by measurement; `min_density` moves its lower end."""
 WARMUP_VALUES = ("fp32", "fp16", "bf16")
@@ -78,7 +80,8 @@ class Settings:
         warmup_values: format in which the dense steps of the warm-up are summed: fp32, or fp16 and bf16 for half
             the bytes. Only float32 gradients are converted; the rounding error is lost. In fp16, entries above
             32752 are clipped and those below 3e-8 · ranks vanish; bf16 has the range of fp32.
-        total_steps: number of steps of the whole run, which is needed if `warmup_steps` is None.
+        total_steps: number of steps of the whole run, if `warmup_steps` is None; a run of unknown length is taken
+            for a short one, of 500 steps.
 
     >>> from oktopk import ALGORITHMS
     >>> Settings(ALGORITHMS["oktopk"](), density=0.02).warmup_steps
@@ -86,10 +89,10 @@ class Settings:
     """
 
     algorithm: Algorithm
-    density: float | str | Pairs = 0.01
-    warmup_steps: int | None = 128
+    density: float | str | Pairs = DEFAULT_DENSITY
+    warmup_steps: int | None = LONG_WARMUP
     ramp_steps: int = 0
-    values: str | ValueCodec = "fp32"
+    values: str | ValueCodec = "fp16"
     momentum: float = 0.0
     norm_clip: float | None = None
     dense: tuple[str, ...] = ()
@@ -105,11 +108,19 @@ class Settings:
 
     @classmethod
     def from_options(
-        cls, algorithm: str | Algorithm, density: Density, warmup_steps: int | None, norm_clip: float | None,
-        auto: bool, options: Options,
+        cls, algorithm: str | Algorithm, density: Density | None, warmup_steps: int | None,
+        norm_clip: float | None, auto: bool, options: Options,
     ) -> Settings:  # fmt: skip
-        """The settings that a front end was given as keywords."""
+        """The settings that a front end was given as keywords.
+
+        Without a density the warm-up is short, a share of the run. With one it is 128 dense steps, unless it or
+        the length of the run is given.
+        """
         chosen: dict[str, Any] = dict(options)
+        if density is None:
+            density = DEFAULT_DENSITY
+        elif warmup_steps is None and chosen.get("total_steps") is None:
+            warmup_steps = LONG_WARMUP
         patterns = chosen.pop("dense", ())
         if not isinstance(patterns, Iterable) or isinstance(patterns, str):
             raise ValueError(f"dense must be a list of patterns such as ['*.bias'], got {patterns!r}")
@@ -151,8 +162,6 @@ class Settings:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if self.warmup_steps is None and self.total_steps is None:
-            raise ValueError("warmup_steps=None chooses the warm-up as a share of the run: give total_steps=, too")
 
     @property
     def fusion_density(self) -> float:

@@ -27,11 +27,13 @@ class AllReducer(TrainerFrontEnd):
     Args:
         named_parameters: pairs of name and parameter, as from model.named_parameters().
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of entries that each rank sends in a sparse step; "auto" to choose it by measurement, within
-            a `budget`; or pairs (step, density), such as the `schedule` of another run, to repeat that one.
+        density: share of entries that each rank sends in a sparse step, by default 1 %; "auto" to choose it by
+            measurement, within a `budget`; or pairs (step, density), such as the `schedule` of another run, to
+            repeat that one.
         comm: the ranks; by default those of torch.distributed, over connections of its own.
         trainer: an object whose lists of metrics are filled; see set_trainer().
-        warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
+        warmup_steps: number of dense steps before the sparse phase. By default 128 if you pass a density, else a
+            share of `total_steps`: 1 %, and 8 % more in which the density falls from 25 %.
         buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
         auto: measure dense and sparse steps, and use the faster way.
         norm_clip: scale this rank's gradient down to this norm before it is compressed.
@@ -53,8 +55,8 @@ class AllReducer(TrainerFrontEnd):
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, Tensor]], algorithm: str | Algorithm = "oktopk",
-        density: Density = 0.01, comm: Communicator | None = None, trainer: Any = None, *,
-        warmup_steps: int | None = 128, buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = False,
+        density: Density | None = None, comm: Communicator | None = None, trainer: Any = None, *,
+        warmup_steps: int | None = None, buckets: BucketPlan = DEFAULT_BUCKET_MB, auto: bool = False,
         norm_clip: float | None = None, grad_scaler: Scaler | None = None, sinks: Iterable[MetricsSink] = (),
         timeout: float | None = None, compressor: str | Algorithm | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip

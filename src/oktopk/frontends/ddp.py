@@ -39,9 +39,11 @@ class OkTopkState(FrontEnd):
     Args:
         process_group: the ranks; by default all of torch.distributed. It must be the group of the DDP model.
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of entries that each rank sends in a sparse step; "auto" to choose it by measurement, within
-            a `budget`; or pairs (step, density), such as state_dict()["schedule"] of another run, to repeat it.
-        warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
+        density: share of entries that each rank sends in a sparse step, by default 1 %; "auto" to choose it by
+            measurement, within a `budget`; or pairs (step, density), such as state_dict()["schedule"] of another
+            run, to repeat it.
+        warmup_steps: number of dense steps before the sparse phase. By default 128 if you pass a density, else a
+            share of `total_steps`: 1 %, and 8 % more in which the density falls from 25 %.
         named_parameters: pairs of name and parameter, for checkpoints and errors; register() knows them by itself.
         buckets: "model" for one bucket (the paper's k of the whole model), a size in MB, or lists of names.
         auto: measure dense and sparse steps, and use the faster way.
@@ -69,7 +71,7 @@ class OkTopkState(FrontEnd):
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, algorithm: str | Algorithm = "oktopk",
-        density: Density = 0.01, warmup_steps: int | None = 128, *,
+        density: Density | None = None, warmup_steps: int | None = None, *,
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None, buckets: BucketPlan | None = None,
         auto: bool = True, norm_clip: float | None = None, grad_scaler: Scaler | None = None, trainer: Any = None,
         sinks: Iterable[MetricsSink] = (), timeout: float | None = None, **options: Unpack[Options],

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from ..algorithms import Algorithm
 from ..comm import Communicator, agree, checking_together, exclusive_communicator
 from ..engine.async_reducer import AsyncReducer, Scaler
-from ..engine.settings import UPDATES, Options, Settings
+from ..engine.settings import UPDATES, Density, Options, Settings
 from ..feedback.buckets import DEFAULT_BUCKET_MB, Bucket, BucketPlan
 from ..metrics.events import MetricsSink, StepEvent
 from .amp import AmpScaler, find_nonfinite, lower_scale
@@ -67,8 +67,9 @@ class LocalOptimizer(WrappedOptimizer):
         optimizer: the optimizer to wrap.
         named_parameters: pairs of name and parameter, all that the optimizer has; by default those of `model`.
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of entries that each rank sends in a sparse step.
-        warmup_steps: number of dense steps before the sparse phase; it counts exchanges.
+        density: share of entries that each rank sends in a sparse step, by default 1 %.
+        warmup_steps: number of dense exchanges before the sparse phase. By default 128 if you pass a density, else
+            a share of `total_steps`: 1 %, and 8 % more in which the density falls from 25 %.
         model: the model, whose parameters give the names; its buffers start as those of rank 0, too.
         comm: the ranks; by default those of torch.distributed, over connections of its own.
         sync_every: number of local steps between exchanges (H). Between them parameters differ from rank to rank;
@@ -110,7 +111,7 @@ class LocalOptimizer(WrappedOptimizer):
 
     def __init__(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-        algorithm: str | Algorithm = "oktopk", density: float = 0.01, warmup_steps: int = 128, *,
+        algorithm: str | Algorithm = "oktopk", density: Density | None = None, warmup_steps: int | None = None, *,
         model: nn.Module | None = None, comm: Communicator | None = None, sync_every: int = 1,
         average_state_every: int | None = None, averaged_state: Sequence[str] = ("exp_avg_sq",),
         lr_scale: float | None = None, local_parameters: bool = True, broadcast: bool = True,

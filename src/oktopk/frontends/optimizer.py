@@ -35,9 +35,11 @@ class DistributedOptimizer(WrappedOptimizer):
         optimizer: the optimizer to wrap.
         named_parameters: pairs of name and parameter, all that the optimizer has; by default those of `model`.
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of entries that each rank sends in a sparse step; "auto" to choose it by measurement, within
-            a `budget`; or pairs (step, density), such as the `schedule` of another run, to repeat that one.
-        warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
+        density: share of entries that each rank sends in a sparse step, by default 1 %; "auto" to choose it by
+            measurement, within a `budget`; or pairs (step, density), such as the `schedule` of another run, to
+            repeat that one.
+        warmup_steps: number of dense steps before the sparse phase. By default 128 if you pass a density, else a
+            share of `total_steps`: 1 %, and 8 % more in which the density falls from 25 %.
         norm_clip: scale this rank's gradient down to this norm before it is compressed.
         model: the model, whose parameters give the names; its buffers start as those of rank 0, too.
         comm: the ranks; by default those of torch.distributed, over connections of its own.
@@ -65,7 +67,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def __init__(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-        algorithm: str | Algorithm = "oktopk", density: Density = 0.01, warmup_steps: int | None = 128,
+        algorithm: str | Algorithm = "oktopk", density: Density | None = None, warmup_steps: int | None = None,
         norm_clip: float | None = None, *, model: nn.Module | None = None, comm: Communicator | None = None,
         backward_passes: int = 1, broadcast: bool = True, buckets: BucketPlan = DEFAULT_BUCKET_MB,
         auto: bool = True, grad_scaler: Scaler | None = None, trainer: Any = None,

@@ -48,9 +48,11 @@ class FsdpState(FrontEnd):
     Args:
         mesh: the whole device mesh, with a dimension between replicas and at least one inside of them.
         algorithm: a name of `oktopk.ALGORITHMS`, or an algorithm object.
-        density: share of its shards' entries that each rank sends in a sparse step; "auto" to choose it by
-            measurement, within a `budget`; or pairs (step, density), such as the `schedule` of another run.
-        warmup_steps: number of dense steps before the sparse phase; None for a share of `total_steps`.
+        density: share of its shards' entries that each rank sends in a sparse step, by default 1 %; "auto" to
+            choose it by measurement, within a `budget`; or pairs (step, density), such as the `schedule` of
+            another run.
+        warmup_steps: number of dense steps before the sparse phase. By default 128 if you pass a density, else a
+            share of `total_steps`: 1 %, and 8 % more in which the density falls from 25 %.
         replicate: the name of the mesh's dimension between replicas; by default "replicate" or "dp_replicate".
         auto: measure dense and sparse steps, and use the faster way.
         norm_clip: scale this replica's gradient down to this norm before it is compressed.
@@ -71,8 +73,8 @@ class FsdpState(FrontEnd):
     """
 
     def __init__(
-        self, mesh: DeviceMesh, algorithm: str | Algorithm = "oktopk", density: Density = 0.01,
-        warmup_steps: int | None = 128, *, replicate: str | None = None, auto: bool = True,
+        self, mesh: DeviceMesh, algorithm: str | Algorithm = "oktopk", density: Density | None = None,
+        warmup_steps: int | None = None, *, replicate: str | None = None, auto: bool = True,
         norm_clip: float | None = None, grad_scaler: Scaler | None = None, trainer: Any = None,
         sinks: Iterable[MetricsSink] = (), timeout: float | None = None, **options: Unpack[Options],
     ) -> None:  # fmt: skip

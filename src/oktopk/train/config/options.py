@@ -154,7 +154,7 @@ class TrainConfig:
     tau_prime: int | None = option(
         None, integer(1), COMPRESSION, "steps between exact threshold evaluations (oktopk; default: 32)"
     )
-    values: str = option("fp32", OneOf(VALUE_CODES), COMPRESSION, f"values on the wire{NAMES}")
+    values: str = option(Settings.values, OneOf(VALUE_CODES), COMPRESSION, f"values on the wire{NAMES}")
     fusion_entries: int = option(
         Settings.fusion_entries,
         integer(0),
