@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from importlib import metadata
 
 import pytest
 import torch
 
 import oktopk
+from tests.support.endings import begin, pytest_terminal_summary, pytest_unconfigure  # noqa: F401
+
+FRAMEWORKS = ("lightning", "transformers", "accelerate", "ray", "wandb", "mlflow-skinny")
 
 OFFLINE = {
+    "GLOO_SOCKET_IFNAME": "lo",  # also for oktopk's own connections
     "HF_HUB_OFFLINE": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "RAY_AUTH_MODE": "disabled",  # or Ray writes a token to the home folder; its node has a loopback address
@@ -19,8 +26,17 @@ OFFLINE = {
 }
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    begin(config)
     os.environ.update(OFFLINE)
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.mkdtemp(prefix="ray")  # short, because Ray has sockets in it
+        os.environ["RAY_TMPDIR"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+
+
+def pytest_report_header() -> str:
+    return "with " + ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", *FRAMEWORKS))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
