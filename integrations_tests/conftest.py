@@ -20,6 +20,9 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "RAY_AUTH_MODE": "disabled",  # or Ray writes a token to the home folder; its node has a loopback address
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one process less to start
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # which is also how often it looks for reports
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "180",  # after which Ray starts again: by default 60
     "RAY_USAGE_STATS_ENABLED": "0",
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
