@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,10 +32,10 @@ class Digits(LightningModule):
         super().__init__()
         self.network, self.data = network(), data
 
-    def train_dataloader(self) -> list[list[torch.Tensor]]:
-        """The batches of the steps to come. Lightning forgets its place in an epoch, so that this is one."""
+    def train_dataloader(self) -> Iterator[list[torch.Tensor]]:
+        """The batches of the steps to come, without a length: a resumed epoch counts those of the run before."""
         steps = range(self.trainer.global_step, self.trainer.max_steps)
-        return list(batches(self.data, self.trainer.global_rank, self.trainer.world_size, steps))
+        return batches(self.data, self.trainer.global_rank, self.trainer.world_size, steps)
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         x, y = batch

@@ -70,7 +70,7 @@ def main() -> None:
     # All of it on this machine, and nothing for other machines to connect to.
     ray.init(
         address="local", num_cpus=chosen.ranks, include_dashboard=False, _node_ip_address="127.0.0.1",
-        log_to_driver=False,
+        log_to_driver=False, object_store_memory=2**27,
     )  # fmt: skip
     settings = {
         "density": chosen.density,

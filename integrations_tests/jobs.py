@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 SETTINGS = {"density": 0.1, "warmup_steps": 1, "auto": False}
 
@@ -25,8 +26,9 @@ def lightning_checkpoints(folder: Path) -> None:
             torch.manual_seed(0)
             self.layer = nn.Linear(20, 3)
 
-        def train_dataloader(self) -> list[torch.Tensor]:
-            return [torch.randn(4, 20, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+        def train_dataloader(self) -> DataLoader:
+            data = torch.randn(8, 4, 20, generator=torch.Generator().manual_seed(0))
+            return DataLoader(data, batch_size=None)
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             return self.layer(batch).square().mean()
@@ -43,10 +45,10 @@ def lightning_checkpoints(folder: Path) -> None:
         trainer.fit(Module(), ckpt_path=resumed)
         return strategy
 
-    every = {"every_n_train_steps": 2, "save_top_k": 1, "filename": "{step}"}
-    whole = fit(6, [
-        ModelCheckpoint(folder / "whole", save_last="link", **every),
-        ModelCheckpoint(folder / "weights", save_weights_only=True, **every),
+    newest = {"save_top_k": 1, "filename": "{step}"}
+    whole = fit(6, [  # Lightning tells callbacks of a class apart by when they save
+        ModelCheckpoint(folder / "whole", every_n_train_steps=2, save_last="link", **newest),
+        ModelCheckpoint(folder / "weights", every_n_train_steps=3, save_weights_only=True, **newest),
     ])  # fmt: skip
     names = sorted(path.name for path in (folder / "whole").iterdir())
     assert names == ["last.ckpt", "step=6.ckpt", "step=6.ckpt.oktopk-rank0.pt"], names

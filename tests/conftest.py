@@ -1,6 +1,6 @@
 """Set up once per session: the hypothesis profile, one torch thread, and kernels that are compiled already.
 
-Also what `make` asks of the suite: the markers `quick` and `property`, the order, and a last word on skips.
+Also what `make` asks of the suite: the markers `quick` and `property`, and the order. For its end see endings.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ import gc
 import os
 import re
 import signal
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, seed, settings
 
 from oktopk.tools.lab import cleanup, lab_problem
+from tests.support.endings import begin, pytest_terminal_summary, pytest_unconfigure  # noqa: F401
 from tests.support.forked import forked_ranks  # noqa: F401  a fixture
 from tests.support.kernels.warming import call_every_kernel
 from tests.support.labs import machine_interfaces, spaces_of
@@ -49,8 +47,6 @@ QUICK = re.compile(
     r"|train/test_(models|screen)|tools/(bench|report|simulate)/test_(figures|plan|replay|timing))"
 )
 """Laws, contracts and units: the tests that `make quick` runs, but for those that are marked `processes`."""
-RUN = "OKTOPK_TEST_RUN"
-"""In the environment of all processes that this run starts."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,47 +109,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests were skipped, for which reasons."""
-    skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
-    reasons = Counter(reason.removeprefix("Skipped: ") for reason in skipped)
-    said = "".join(f"; {reason} ({count})" for reason, count in reasons.most_common())
-    terminalreporter.write_line(f"{len(skipped)} skipped{said.replace(';', ':', 1)}")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    # Background shells and nohup let their children ignore these, and children pass that on to theirs.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
-    if not hasattr(config, "workerinput"):
-        os.environ[RUN] = str(os.getpid())
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End what is left of this run, as after a test that has taken too long, and name it."""
-    if hasattr(config, "workerinput") or os.environ.get(RUN) != str(os.getpid()):
-        return
-    end = time.monotonic() + 10  # those who are about to end by themselves may do so
-    while (left := _left()) and time.monotonic() < end:
-        time.sleep(0.05)
-    for pid, command in left.items():
-        print(f"left by a test, ended now: {pid} {command}")
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _left() -> dict[int, str]:
-    mark, found = f"{RUN}={os.getpid()}".encode(), {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # has ended, or is somebody else's
-            if int(path.name) != os.getpid() and mark in (path / "environ").read_bytes().split(b"\0"):
-                command = (path / "cmdline").read_bytes().replace(b"\0", b" ")
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == os.getpid() and b"from multiprocessing." in command:
-                    continue  # servers of this process, which end with it
-                found[int(path.name)] = command.decode("utf-8", "replace")
-    return found
+    begin(config)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -26,3 +26,15 @@ def test_every_algorithm_is_documented() -> None:
     text = (ROOT / "docs" / "algorithms.md").read_text()
     for name in oktopk.ALGORITHMS:
         assert f"| `{name}` |" in text
+
+
+def test_each_example_with_a_framework_has_the_import_that_is_shown_and_is_tested() -> None:
+    text = (ROOT / "docs" / "integrations.md").read_text()
+    tested = (ROOT / "integrations_tests" / "test_frameworks.py").read_text()
+    rows = re.findall(
+        r"\| `(from oktopk\.integrations\.\w+ import [^`]+)`<br>`.*\]\(\.\./(examples/(\w+)\.py)\)", text
+    )
+    assert len(rows) == 4
+    for line, path, name in rows:
+        assert f"\n{line}\n" in (ROOT / path).read_text()
+        assert f'    "{name}": Framework(' in tested

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ def code_cells(path: Path) -> list[str]:
 
 @pytest.fixture
 def plots(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """pyplot, which draws to memory."""
+    """pyplot, which draws to memory. A notebook may also turn the library's logging down: not for other tests."""
+    log = logging.getLogger("oktopk")
+    level = log.level
     monkeypatch.setenv("MPLBACKEND", "agg")
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     yield pyplot
     pyplot.close("all")
+    log.setLevel(level)
 
 
 def run_cells(path: Path) -> dict[str, Any]:
@@ -43,8 +47,16 @@ def run_cells(path: Path) -> dict[str, Any]:
 def test_one_step_sends_less_than_its_bound(plots: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_cells(ROOT / "examples" / "notebooks" / "one_step.ipynb")
     assert found["info"].payload.sent_bytes < 6 * found["k"] * found["words"]
-    assert len(plots.get_fignums()) == 2
+    assert len(plots.get_fignums()) == 5
     assert "all_to_all, split" in capsys.readouterr().out
+
+    # What its pictures are said to show.
+    for rank, mask in zip(found["ranks"], found["selected"], strict=True):
+        assert int(mask.sum()) == rank["info"].local_count
+    assert max(found["per_region"](found["balanced"])) < max(found["per_region"](found["equal"])) / 1.5
+    few, many = ((found["by_ranks"] == number) for number in (1, 3))
+    assert found["survived"][few].float().mean() < found["survived"][many].float().mean() / 2
+    assert found["behind"][-1] < found["behind"][0] / 4
 
 
 def test_every_algorithm_is_compared_and_learns(plots: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +67,13 @@ def test_every_algorithm_is_compared_and_learns(plots: Any, capsys: pytest.Captu
         assert sum(curve[-10:]) < 0.6 * sum(curve[:10]), name
         if name != "dense":
             assert sum(sent[name]) < sum(sent["dense"]) / 2, name
-    assert len(plots.get_fignums()) == 1
+            assert found["correct"][name] > found["correct"]["dense"] - 0.02, name
+    assert len(plots.get_fignums()) == 3
+
+    volume = found["scaling"]
+    assert volume["topka"][-1] > 4 * volume["topka"][1]
+    assert all(count < bound for count, bound in zip(volume["oktopk"], found["BOUND"], strict=True))
+    assert volume["oktopk"][-1] == min(counts[-1] for counts in volume.values())
     printed = capsys.readouterr().out
     assert all(f"\n{name} " in printed for name in losses)
 

@@ -173,7 +173,8 @@ def test_other_types(transport: str, dtype: torch.dtype) -> None:
 
     def job(comm: oktopk.Communicator) -> list[Grads]:
         named = {name: torch.zeros(shape, dtype=dtype, requires_grad=True) for name, shape in SHAPES.items()}
-        with oktopk.AllReducer(named.items(), comm=comm, density=1.0, warmup_steps=1, ranks_per_host=2, values="fp32") as reducer:
+        options: dict[str, Any] = {"density": 1.0, "warmup_steps": 1, "ranks_per_host": 2, "values": "fp32"}
+        with oktopk.AllReducer(named.items(), comm=comm, **options) as reducer:
             return [
                 reducer.sync({name: grad.to(dtype) for name, grad in gradients(comm.rank, step).items()})
                 for step in range(3)

@@ -41,5 +41,15 @@ def test_classifiers_name_the_pythons_that_the_wheel_is_tried_on() -> None:
     assert PROJECT["project"]["requires-python"] == f">={VERSIONS[0]}"
 
 
-def test_the_citation_has_the_repository_of_the_package() -> None:
-    assert first(r"^repository-code: (\S+)$", "CITATION.cff") == PROJECT["project"]["urls"]["Homepage"]
+def test_a_public_address_is_named_everywhere_or_nowhere() -> None:
+    """The list is that of docs/release.md."""
+    urls: dict[str, str] = PROJECT["project"]["urls"]
+    home = urls.get("Homepage")
+    citation = re.search(r"^repository-code: (\S+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    assert (citation and citation[1]) == home
+    security = " ".join((ROOT / "SECURITY.md").read_text("utf-8").split())
+    assert ("has no public address yet" in security) == (home is None)
+    assert home is None or home in security
+    own = {"Documentation", "Changelog", "Issues"}
+    assert own & urls.keys() == (own if home else set())
+    assert all(urls[name].startswith("https://") for name in urls)

@@ -65,7 +65,8 @@ def _defaults(model: nn.Module) -> dict[str, Any]:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     buckets = [names[len(names) // 2 :], names[: len(names) // 2]]
     return {
-        "density": 0.1, "warmup_steps": 2, "auto": False, "fusion_entries": 0, "buckets": buckets, "values": "fp32",
+        "density": 0.1, "warmup_steps": 2, "auto": False, "fusion_entries": 0,
+        "buckets": buckets, "values": "fp32",
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from oktopk.tools.tables import format_table
@@ -40,9 +41,22 @@ def works(python: str, version: str) -> bool:
     return done.stdout.strip() == version
 
 
+def places(version: str) -> Iterator[str]:
+    """On the path, or where pyenv has it: its shims lead to nothing unless they are switched on."""
+    if place := shutil.which(f"python{version}"):
+        yield place
+    if pyenv := shutil.which("pyenv"):
+        done = subprocess.run([pyenv, "prefix", version], capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode == 0:
+            yield str(Path(done.stdout.strip(), "bin", "python"))
+
+
 def found() -> dict[str, str]:
-    places = {version: shutil.which(f"python{version}") for version in VERSIONS}
-    return {version: place for version, place in places.items() if place and works(place, version)}
+    """The first Python of each version that works."""
+    here = {
+        version: next((place for place in places(version) if works(place, version)), None) for version in VERSIONS
+    }
+    return {version: place for version, place in here.items() if place}
 
 
 def smoke(python: str, wheel: Path) -> list[list[object]]:
