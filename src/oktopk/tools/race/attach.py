@@ -75,6 +75,10 @@ class Attached:
         return width * ring_words(entries, dist.get_world_size())
 
     @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
     def skipped(self) -> bool:
         """Whether the last step was skipped on all ranks."""
         return False
