@@ -1,6 +1,6 @@
-"""HSDP on more ranks and longer than in the tests: 8 ranks in fp16, tensor parallelism, 200 steps, a killed rank.
+"""HSDP on more ranks and longer than in the tests: fp16, tensor parallelism, 200 steps, a killed rank, memory.
 
-python -m stress.hsdp [fp16 tensor-parallel long killed]
+python -m stress.hsdp [fp16 tensor-parallel long killed memory]
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tests.support.hsdp import (
     same,
     shard,
 )
+
+from .hsdp_memory import memory
 
 _TIMEOUT, _STEPS, _VICTIM = 20.0, 200, 2
 
@@ -154,7 +156,7 @@ def killed() -> str:
     return f"rank {_VICTIM} of 2 x 2 killed: named by {naming}, all ended within {slowest:.1f} s\n{shown}"
 
 
-SCENES = {"fp16": fp16, "tensor-parallel": tensor_parallel, "long": long, "killed": killed}
+SCENES = {"fp16": fp16, "tensor-parallel": tensor_parallel, "long": long, "killed": killed, "memory": memory}
 
 
 def main() -> None:

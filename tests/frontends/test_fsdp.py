@@ -176,12 +176,14 @@ def skips() -> dict[str, Any]:
                 if given[n].numel()
             ]
             skipped, culprits = averaging.skipped, averaging.last.culprits
+            unchanged = same(before, parts(net))
             optimizer.zero_grad()
             backward(net, 3)
             optimizer.step()
             found[warmup_steps] = {
                 "skipped": skipped, "culprits": culprits, "zero": zero, "kept": all(kept), "whole": all(whole),
-                "unchanged": not same(before, parts(net)) and replicas_equal(mesh, net) and not averaging.skipped,
+                "unchanged": unchanged,
+                "goes on": not same(before, parts(net)) and replicas_equal(mesh, net) and not averaging.skipped,
             }  # fmt: skip
             found[warmup_steps]["mass"] = warmup_steps > 0 or all(kept)
     return found
@@ -415,6 +417,7 @@ def test_a_nan_in_one_shard_skips_the_step_on_all_ranks(played: list[dict[str, A
             assert phase["skipped"]
             assert phase["zero"]
             assert phase["unchanged"]
+            assert phase["goes on"]
             assert phase["mass"]
     assert all(rank["skips"][0]["culprits"] == ("rank 0: emb.weight",) for rank in played)
     whole = [rank["skips"][0]["whole"] for rank in played]

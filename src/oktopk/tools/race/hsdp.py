@@ -16,7 +16,7 @@ from oktopk.algorithms.volume import WORD_BYTES, ring_words
 from oktopk.frontends.fsdp.state import FsdpState
 from oktopk.train.sharded import make_mesh, shard_model
 
-from .attach import Attached, FrontEndAttached
+from .attach import Attached, FrontEndAttached, LocalAttached
 from .contenders import Contender
 from .spec import RaceError
 
@@ -31,8 +31,8 @@ class _Sharded(Attached):
         if world % shards:
             raise RaceError(f"{self.contender.name}: {world} ranks are no multiple of {shards} shards")
         self._whole = copy.deepcopy(self.network)
-        self._mesh = make_mesh("cpu", shards, world)
-        mesh = self._mesh if self.contender.algorithm is None else self._mesh["shard"]
+        self.mesh = whole = make_mesh("cpu", shards, world)
+        mesh = whole if self.contender.algorithm is None else whole["shard"]
         names = {parameter: name for name, parameter in self.network.named_parameters()}
         shard_model(self.network, mesh)
         sharded = dict(self.network.named_parameters())
@@ -66,10 +66,18 @@ class SparseHsdp(FrontEndAttached, _Sharded):
 
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
-        self.front = FsdpState(self._mesh, **self._options).register(network, optimizer)
+        assert self.mesh is not None
+        self.front = FsdpState(self.mesh, **self._options).register(network, optimizer)
 
     def accumulating(self) -> AbstractContextManager[None]:
         return self.front.no_sync() if isinstance(self.front, FsdpState) else nullcontext()
+
+
+class LocalHsdp(LocalAttached, _Sharded):
+    """LocalOptimizer between replicas."""
+
+    def _wrap(self) -> nn.Module:
+        return _Sharded._wrap(self)
 
 
 class _NoGradientSync:
