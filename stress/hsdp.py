@@ -97,13 +97,13 @@ def tensor_parallel() -> str:
     return "2 x 2 x 2 with tensor parallelism: a NaN on one rank skipped the step on all eight"
 
 
-def _long(connect: Callable[..., Any]) -> tuple[bool, float, float]:
+def _long(connect: Callable[..., Any], steps: int) -> tuple[bool, float, float]:
     mesh = make_mesh(2, 2)
     net = shard(make_net(), mesh["shard"])
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     with _state(mesh, density=0.01).register(net, optimizer):
         losses, equal = [], True
-        for step in range(_STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             losses.append(backward(net, step))
             optimizer.step()
@@ -111,11 +111,14 @@ def _long(connect: Callable[..., Any]) -> tuple[bool, float, float]:
         return equal, losses[0], sum(losses[-10:]) / 10
 
 
-def long() -> str:
-    found = worlds.run("gloo", 4, _long, timeout=300)
+def long(steps: int = _STEPS) -> str:
+    """Replicas have the same bits after every step, and learn."""
+    found = worlds.run("gloo", 4, _long, steps, timeout=300)
     if not all(equal for equal, _, _ in found):
         raise AssertionError("replicas differ")
-    return f"{_STEPS} steps at 1 %: replicas the same bits; loss {found[0][1]:.2f}, then {found[0][2]:.2f}"
+    if not all(last < 0.8 * first for _, first, last in found):
+        raise AssertionError(f"loss at first and last: {[pair for _, *pair in found]}")
+    return f"{steps} steps at 1 %: replicas the same bits; loss {found[0][1]:.2f}, then {found[0][2]:.2f}"
 
 
 def _killed(connect: Callable[..., Any]) -> tuple[str, float]:
