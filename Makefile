@@ -90,6 +90,7 @@ bench: $(INSTALLED) ## run the benchmarks one after another, for some hours; som
 	$(BIN)/python benchmarks/mpi.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/hierarchical.py
+	$(BIN)/python benchmarks/hsdp.py
 	$(BIN)/python benchmarks/judge.py
 
 clean: ## remove caches and build products; environments stay
