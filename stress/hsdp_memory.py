@@ -3,7 +3,8 @@
     python -m stress.hsdp memory
 
 Two models have units of one size, but not equally many. Between them the difference to native HSDP grows by the
-residual alone, so that the slope is 4 bytes; what is left is of one unit.
+residual alone, so that the slope is 4 bytes. What is left belongs to the buckets that are fused: by default, until
+they send 250,000 entries. Here that is about two units, so that both models have several groups.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import oktopk
 from tests.support import worlds
 from tests.support.hsdp import backward, make_mesh, make_net, parts, shard
 
-WIDTH, BLOCKS, STEPS = 512, (8, 24), 5
+WIDTH, BLOCKS, STEPS = 384, (8, 24), 4
+OPTIONS: dict[str, Any] = {
+    "density": 0.01, "warmup_steps": 1, "auto": False, "timeout": 60, "fusion_entries": 10_000,
+}  # fmt: skip
 UNIT = 8 * WIDTH**2 // 2
 """Entries of a block on each of two shards."""
 _M_MMAP_THRESHOLD, _THRESHOLD = -3, 2**17
@@ -39,7 +43,7 @@ def _use(connect: Callable[..., Any], native: bool, blocks: int) -> tuple[int, i
     libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)  # large memory goes back to the system at once
     mesh = make_mesh(2, 2)
     small = shard(make_net(), mesh["shard"])  # imports, compiles and connects
-    with oktopk.FsdpState(mesh, density=0.01, warmup_steps=1, auto=False, timeout=60).register(small):
+    with oktopk.FsdpState(mesh, **OPTIONS).register(small):
         for step in range(3):
             backward(small, step)
     del small
@@ -50,8 +54,7 @@ def _use(connect: Callable[..., Any], native: bool, blocks: int) -> tuple[int, i
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     state = None
     if not native:
-        state = oktopk.FsdpState(mesh, density=0.01, warmup_steps=1, auto=False, timeout=60)
-        state.register(net, optimizer)
+        state = oktopk.FsdpState(mesh, **OPTIONS).register(net, optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(net, step)
