@@ -3,8 +3,10 @@
     python -m stress.hsdp memory
 
 Two models have units of one size, but not equally many. Between them the difference to native HSDP grows by the
-residual alone, so that the slope is 4 bytes. Steps are measured, not the start: that sends the parameters of
-replica 0 in parts of at most 64 MiB, of which there are three copies for a moment.
+residual alone, so that the slope is 4 bytes. What is left belongs to the units that are exchanged together: by
+default, until they send 250,000 entries; here about two, so that both models have several groups. Steps are
+measured, not the start: that sends the parameters of replica 0 in parts of at most 64 MiB, of which there are three
+copies for a moment.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from tests.support import worlds
 from tests.support.hsdp import backward, make_mesh, make_net, parts, shard
 
 WIDTH, BLOCKS, STEPS = 384, (8, 24), 4
-OPTIONS: dict[str, Any] = {"density": 0.01, "warmup_steps": 1, "auto": False, "timeout": 60}
+OPTIONS: dict[str, Any] = {
+    "density": 0.01, "warmup_steps": 1, "auto": False, "timeout": 60, "fusion_entries": 10_000,
+}  # fmt: skip
 UNIT = 8 * WIDTH**2 // 2
 """Entries of a block on each of two shards."""
 _M_MMAP_THRESHOLD, _THRESHOLD = -3, 2**17
