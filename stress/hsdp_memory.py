@@ -5,8 +5,8 @@
 Two models have units of one size, but not equally many. Between them the difference to native HSDP grows by the
 residual alone, so that the slope is 4 bytes. What is left belongs to the units that are exchanged together: by
 default, until they send 250,000 entries; here about two, so that both models have several groups. Steps are
-measured, not the start: that sends the parameters of replica 0 in parts of at most 64 MiB, of which there are three
-copies for a moment.
+measured, not the start: that sends the parameters of replica 0 in parts of at most 64 MiB, of which there are
+three copies for a moment.
 """
 
 from __future__ import annotations
