@@ -59,7 +59,7 @@ meet: $(INSTALLED) ## 64 processes meet, 128 ranks on threads reduce, and a mess
 	$(BIN)/python -m stress.meet $(ARGS)
 
 hsdp: export OMP_NUM_THREADS := 1
-hsdp: $(INSTALLED) ## HSDP on 8 ranks in fp16, with tensor parallelism, for 200 steps, and with a killed rank
+hsdp: $(INSTALLED) ## HSDP on 8 ranks in fp16, with tensor parallelism, for 200 steps, with a killed rank, and its memory
 	$(BIN)/python -m stress.hsdp $(ARGS)
 
 dist: $(INSTALLED) ## build the source distribution and the wheel in dist/, and check them
@@ -91,6 +91,7 @@ bench: $(INSTALLED) ## run the benchmarks one after another, for some hours; som
 	$(BIN)/python benchmarks/mpi.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/hierarchical.py
+	$(BIN)/python benchmarks/hsdp.py
 	$(BIN)/python benchmarks/judge.py
 
 clean: ## remove caches and build products; environments stay

@@ -1,12 +1,12 @@
-"""HSDP of a GPT: torch's own, and sparse between replicas. Time per step, memory, and validation loss.
+"""HSDP of a GPT on two nodes of two ranks: torch's own, and sparse between replicas. Time per step, and bytes.
 
-One way per call, in the lab with two nodes of two ranks (as root), or below torchrun:
-
-    python -m oktopk.tools.lab --hosts 2 --ranks-per-host 2 --rate 100mbit -- \\
-        python -m benchmarks.hsdp --way sparse --tokens 256 --steps 40
+    python benchmarks/hsdp.py                       # in network namespaces, about five minutes
+    python benchmarks/hsdp.py --scenes 256@100mbit --rounds 1 --steps 12
+    torchrun --nproc-per-node 4 benchmarks/hsdp.py --way updates --steps 500          # one way, with its val loss
 
 Ways: `native` gives fully_shard the whole mesh, `sparse` is oktopk.FsdpState, `updates` is oktopk.LocalOptimizer
-on the mesh. Rank 0 prints one line of JSON.
+on the mesh. A scene is TOKENS@RATE: tokens of a rank and step, and the rate of the link of each node. Rounds
+alternate between ways, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import contextlib
 import json
 import os
 import resource
+import sys
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,10 +31,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import oktopk
+from oktopk.algorithms.volume import WORD_BYTES, ring_words
+from oktopk.tools.lab import Lab, enter_user_namespace, lab_problem, parse_rate
+from oktopk.tools.tables import format_table
 from oktopk.train.data.text.tokens import embedded_tokens
 from oktopk.train.models.gpt import GPTModel, Size
 
 WAYS = ("native", "sparse", "updates")
+HOSTS, RANKS_PER_HOST = 2, 2
+HEADERS = ["tokens", "link", "way", "step ms", "in rounds", "MB sent by a rank", "times faster"]
 
 
 def make_model(size: Size, vocabulary: int, mesh: DeviceMesh) -> Any:
@@ -91,6 +98,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         seconds.append(time.perf_counter() - start)
+    if options.way == "updates":
+        optimizer.synchronize()
     with torch.no_grad():
         loss = float(loss_of(model, *draw(text.valid, 0, rank, size.context, 32)))
     own = torch.tensor([*seconds, loss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before])
@@ -99,20 +108,84 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if state is not None:
         state.close()
     times = torch.stack(every)[:, : options.steps].amax(0).tolist()
+    entries = sum(p.numel() for p in model.parameters())
+    ring = WORD_BYTES * ring_words(entries / options.shards, world // options.shards)
     steady = times[options.warmup + 3 if state is not None else 3 :]
     return {
         "way": options.way, "mesh": list(mesh.mesh.shape),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": entries,
         "tokens": options.tokens, "density": options.density, "steps": options.steps,
         "step_ms": round(1e3 * median(steady), 1), "first_ms": round(1e3 * times[0], 1),
         "val_loss": round(float(torch.stack(every)[:, -2].mean()), 4),
         "peak_mb": round(float(torch.stack(every)[:, -1].max()) / 1024, 1),
-        "sent_bytes": state.last.wire.sent_bytes if state is not None and state.last is not None else None,
+        "sent_bytes": ring if state is None else state.last.wire.sent_bytes,
     }  # fmt: skip
 
 
+# All ways and scenes, one after the other.
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of every scene: the medians of both ways, and what native takes over ours."""
+    rows = []
+    for tokens, link in options.scenes:
+        found: dict[str, list[dict[str, Any]]] = {"native": [], "sparse": []}
+        with Lab(HOSTS, link, RANKS_PER_HOST) as lab:
+            for _ in range(options.rounds):
+                for way, records in found.items():
+                    words = f"--way {way} --tokens {tokens} --steps {options.steps} --density {options.density}"
+                    result = lab.run([sys.executable, __file__, *words.split()], timeout=300)
+                    records.append(json.loads(result[0].stdout))
+                    print(f"{tokens}@{link} {way}: {records[-1]['step_ms']} ms", file=sys.stderr, flush=True)
+        native = median(record["step_ms"] for record in found["native"])
+        for way, records in found.items():
+            steps = [record["step_ms"] for record in records]
+            rows.append(
+                {
+                    "tokens": tokens, "link": link, "way": way, "step_ms": median(steps), "rounds": steps,
+                    "sent_bytes": records[-1]["sent_bytes"], "faster": native / median(steps),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def scene(text: str) -> tuple[int, str]:
+    tokens, _, link = text.partition("@")
+    try:
+        parse_rate(link)
+        return int(tokens), link
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"a scene is like 256@100mbit: {error}") from error
+
+
 def main() -> None:
+    enter_user_namespace()  # which starts this program again, so that it comes before any work
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--scenes", nargs="+", type=scene, default=[(256, "100mbit"), (1024, "1gbit")], metavar="TOKENS@RATE"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--density", type=float, default=0.01, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "out" / "hsdp.json")
+    options = parser.parse_args()
+    if problem := lab_problem():
+        parser.error(problem)
+    rows = compare(options)
+    print(format_table(HEADERS, [_cells(row) for row in rows]))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    sent = f"{row['sent_bytes'] / 1e6:.2f}"
+    rounds = " ".join(f"{step:.0f}" for step in row["rounds"])
+    return [row["tokens"], row["link"], row["way"], row["step_ms"], rounds, sent, f"{row['faster']:.2f}"]
+
+
+def one_way() -> None:
+    """The program of every rank. Rank 0 prints one line of JSON."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--way", choices=WAYS, default="sparse")
     for name, kind, default in (
         ("shards", int, 2), ("layers", int, 6), ("width", int, 256), ("context", int, 128), ("tokens", int, 256),
@@ -134,5 +207,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" not in os.environ:
+        main()
+        sys.exit()
+    one_way()
     os._exit(0)  # everything is printed; torch may abort while gloo's threads end

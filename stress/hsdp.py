@@ -1,6 +1,6 @@
-"""HSDP on more ranks and longer than in the tests: 8 ranks in fp16, tensor parallelism, 200 steps, a killed rank.
+"""HSDP on more ranks and longer than in the tests: fp16, tensor parallelism, 200 steps, a killed rank, memory.
 
-python -m stress.hsdp [fp16 tensor-parallel long killed]
+python -m stress.hsdp [fp16 tensor-parallel long killed memory]
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from tests.support.hsdp import (
     same,
     shard,
 )
+
+from .hsdp_memory import memory
 
 _TIMEOUT, _STEPS, _VICTIM = 20.0, 200, 2
 
@@ -95,13 +97,13 @@ def tensor_parallel() -> str:
     return "2 x 2 x 2 with tensor parallelism: a NaN on one rank skipped the step on all eight"
 
 
-def _long(connect: Callable[..., Any]) -> tuple[bool, float, float]:
+def _long(connect: Callable[..., Any], steps: int) -> tuple[bool, float, float]:
     mesh = make_mesh(2, 2)
     net = shard(make_net(), mesh["shard"])
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
     with _state(mesh, density=0.01).register(net, optimizer):
         losses, equal = [], True
-        for step in range(_STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             losses.append(backward(net, step))
             optimizer.step()
@@ -109,11 +111,14 @@ def _long(connect: Callable[..., Any]) -> tuple[bool, float, float]:
         return equal, losses[0], sum(losses[-10:]) / 10
 
 
-def long() -> str:
-    found = worlds.run("gloo", 4, _long, timeout=300)
+def long(steps: int = _STEPS) -> str:
+    """Replicas have the same bits after every step, and learn."""
+    found = worlds.run("gloo", 4, _long, steps, timeout=300)
     if not all(equal for equal, _, _ in found):
         raise AssertionError("replicas differ")
-    return f"{_STEPS} steps at 1 %: replicas the same bits; loss {found[0][1]:.2f}, then {found[0][2]:.2f}"
+    if not all(last < 0.8 * first for _, first, last in found):
+        raise AssertionError(f"loss at first and last: {[pair for _, *pair in found]}")
+    return f"{steps} steps at 1 %: replicas the same bits; loss {found[0][1]:.2f}, then {found[0][2]:.2f}"
 
 
 def _killed(connect: Callable[..., Any]) -> tuple[str, float]:
@@ -154,7 +159,7 @@ def killed() -> str:
     return f"rank {_VICTIM} of 2 x 2 killed: named by {naming}, all ended within {slowest:.1f} s\n{shown}"
 
 
-SCENES = {"fp16": fp16, "tensor-parallel": tensor_parallel, "long": long, "killed": killed}
+SCENES = {"fp16": fp16, "tensor-parallel": tensor_parallel, "long": long, "killed": killed, "memory": memory}
 
 
 def main() -> None:

@@ -42,8 +42,9 @@ def state(mesh: Any, **options: Any) -> oktopk.FsdpState:
 
 
 def averaged(
-    mesh: Any, warmup_steps: int = 0, setup: Callable[[nn.Module], None] | None = None, **fsdp: Any
-) -> Any:
+    mesh: Any, warmup_steps: int = 0, setup: Callable[[nn.Module], None] | None = None,
+    shard: Callable[..., Any] = shard, **fsdp: Any,
+) -> Any:  # fmt: skip
     """The gradients of one step at density 1, and those of FSDP alone: native HSDP if there are replicas."""
     native, net = shard(make_net(), mesh, **fsdp), shard(make_net(), mesh["shard"], **fsdp)
     for model in (native, net):
@@ -74,7 +75,16 @@ def equals_native() -> dict[str, Any]:
         "fp16": furthest(*averaged(square, mp_policy=FP16)),
         "offload": same(*averaged(square, offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "sums": furthest(*averaged(square, setup=sum_gradients)),
+        "sums of a unit": furthest(*averaged(square, setup=lambda net: sum_gradients(net.blocks[1]))),
+        "lists of modules": same(*averaged(square, shard=shard_lists)),
     }
+
+
+def shard_lists(net: Any, mesh: Any) -> Any:
+    for block in net.blocks:
+        torch.distributed.fsdp.fully_shard(block, mesh=mesh)
+    torch.distributed.fsdp.fully_shard([net.emb, net.head], mesh=mesh)
+    return torch.distributed.fsdp.fully_shard(net, mesh=mesh)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -176,12 +186,14 @@ def skips() -> dict[str, Any]:
                 if given[n].numel()
             ]
             skipped, culprits = averaging.skipped, averaging.last.culprits
+            unchanged = same(before, parts(net))
             optimizer.zero_grad()
             backward(net, 3)
             optimizer.step()
             found[warmup_steps] = {
                 "skipped": skipped, "culprits": culprits, "zero": zero, "kept": all(kept), "whole": all(whole),
-                "unchanged": not same(before, parts(net)) and replicas_equal(mesh, net) and not averaging.skipped,
+                "unchanged": unchanged,
+                "goes on": not same(before, parts(net)) and replicas_equal(mesh, net) and not averaging.skipped,
             }  # fmt: skip
             found[warmup_steps]["mass"] = warmup_steps > 0 or all(kept)
     return found
@@ -331,6 +343,12 @@ def refuses() -> dict[str, str]:
             except (TypeError, ValueError) as error:
                 found[what] = str(error)
 
+    with state(mesh).register(scheduled := shard(make_net(), mesh["shard"])):
+        try:
+            for hook in scheduled.head.weight._post_accumulate_grad_hooks.values():
+                hook(scheduled.head.weight)  # as FSDP does when a pipeline schedule ends a step
+        except RuntimeError as error:
+            found["pipeline"] = str(error)
     stepping = shard(make_net(), mesh["shard"])
     stepping.head.weight.register_post_accumulate_grad_hook(lambda _: None)
     half = make_net()
@@ -390,6 +408,8 @@ def test_density_1_is_native_hsdp_to_the_bit(played: list[dict[str, Any]]) -> No
         assert found["bf16 reduce"] < 1e-3
         assert found["fp16"] < 1e-3
         assert found["sums"] < 1e-6, "with a divide factor of the user's, gradients are sums"
+        assert found["sums of a unit"] < 1e-6, "which others need not have"
+        assert found["lists of modules"], "a unit may be a list of modules"
 
 
 def test_mass_is_conserved_and_replicas_stay_the_same(played: list[dict[str, Any]]) -> None:
@@ -415,6 +435,7 @@ def test_a_nan_in_one_shard_skips_the_step_on_all_ranks(played: list[dict[str, A
             assert phase["skipped"]
             assert phase["zero"]
             assert phase["unchanged"]
+            assert phase["goes on"]
             assert phase["mass"]
     assert all(rank["skips"][0]["culprits"] == ("rank 0: emb.weight",) for rank in played)
     whole = [rank["skips"][0]["whole"] for rank in played]
@@ -469,6 +490,7 @@ REFUSED = {
     "group": "init_device_mesh",
     "ranks_per_host": "Leave it out",
     "settings": "ranks disagree on density",
+    "pipeline": "FsdpState does not work with them",
 }
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 import oktopk
 from tests.support import worlds
@@ -85,7 +87,7 @@ def save_and_load(connect: Callable[..., Any], folder: str) -> dict[str, Any]:
         found[f"step of {replicas} x {shards}"] = other.state.step
         other.train(6, 2)
         other.state.close()
-    found |= mistakes(mesh, folder)
+    found |= mistakes(mesh, folder) | {"recipe": recipe(f"{folder}-recipe")}
     for run in (first, again, stateful):
         run.state.close()
     return found
@@ -132,6 +134,45 @@ def mistakes(mesh: Any, folder: str) -> dict[str, str]:
     return {"said": said}
 
 
+def recipe(folder: str) -> dict[str, Any]:
+    """That of docs/hsdp.md for torchtitan, line by line: its names, sums, optimizers and kind of checkpoint."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def build(seed: int) -> tuple[Any, oktopk.FsdpState, Any]:
+        model = shard(make_net(seed), mesh["dp_shard"])
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        optimizers = [torch.optim.SGD([p], 0.01) for p in model.parameters()]
+        state = oktopk.FsdpState(mesh, density=0.05, total_steps=20, warmup_steps=None, auto=False).register(model)
+        for optimizer in optimizers:
+            state.guard(optimizer)
+        return model, state, optimizers
+
+    def train(model: Any, state: oktopk.FsdpState, optimizers: Any, steps: range) -> dict[str, Tensor]:
+        for step in steps:
+            model.zero_grad()
+            with state.no_sync():
+                backward(model, 2 * step)
+            backward(model, 2 * step + 1)
+            for optimizer in optimizers:
+                optimizer.step()
+        return parts(model)
+
+    first, again = build(0), build(1)
+    train(*first, range(6))
+    dcp.save({"model": first[0].state_dict(), "oktopk": first[1]}, checkpoint_id=folder)
+    model = again[0].state_dict()
+    dcp.load({"model": model, "oktopk": again[1]}, checkpoint_id=folder)
+    again[0].load_state_dict(model)
+    found = same(train(*first, range(6, 9)), train(*again, range(6, 9)))
+    steps, schedule = again[1].step, again[1].schedule
+    for _, state, _ in (first, again):
+        state.close()
+    return {"bits": found, "steps": steps, "sparse": schedule[-1][1]}
+
+
 def load_on_two(connect: Callable[..., Any], folder: str) -> float:
     run = Run(make_mesh(1, 2), seed=3)
     run.load(folder)
@@ -165,6 +206,10 @@ def test_other_meshes_keep_the_mass(loaded: list[dict[str, Any]], folder: str) -
         assert rank["4 x 1"] < 1e-6
         assert rank["step of 1 x 4"] == rank["step of 4 x 1"] == 6
     assert max(worlds.run("gloo", 2, load_on_two, folder)) < 1e-6
+
+
+def test_the_recipe_for_torchtitan_works_on_a_mesh_with_its_names(loaded: list[dict[str, Any]]) -> None:
+    assert all(rank["recipe"] == {"bits": True, "steps": 9, "sparse": 0.05} for rank in loaded)
 
 
 SAID = {

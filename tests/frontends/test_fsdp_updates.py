@@ -80,6 +80,7 @@ def play(connect: Callable[..., Any]) -> dict[str, Any]:
     net = shard(make_net(seed=mesh.get_local_rank("replicate")), mesh["shard"])
     with wrap(mesh, net, sync_every=2, average_state_every=3) as optimizer:
         found["starts equal"] = replicas_equal(mesh, net)
+        found["rank"] = optimizer.rank
         losses = train(optimizer, net, 40)
         found["falls"] = sum(losses[-4:]) < 0.8 * sum(losses[:4])
         optimizer.synchronize()
@@ -110,7 +111,8 @@ def test_a_nan_in_one_shard_skips_the_step_on_the_whole_mesh(played: list[dict[s
 
 
 def test_replicas_learn_and_stay_the_same(played: list[dict[str, Any]]) -> None:
-    for rank in played:
+    for number, rank in enumerate(played):
+        assert rank["rank"] == number
         assert rank["starts equal"]
         assert rank["falls"]
         assert rank["equal"]

@@ -178,6 +178,11 @@ class LocalOptimizer(WrappedOptimizer):
         if problem := model_problem(model, ranks):
             raise TypeError(problem)
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank; of a mesh, among all of its ranks."""
+        return super().rank if self._mesh is None else int(self._mesh.mesh.get_rank())
+
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from signal import Signals
 from time import perf_counter
@@ -31,6 +32,7 @@ from .metrics import EpochMetrics, PhaseMetrics, RankMetrics, StepMetrics
 from .prefetch import prefetch
 from .rehearsal import AnyOptimizer
 from .run_folder import RunFolder
+from .sharded import ShardedOptimizer, gather, gathered
 from .stop import Stop
 from .tasks import StepPosition, Task
 
@@ -75,7 +77,7 @@ class Trainer:
         self.in_epoch, self.in_run = PhaseMetrics(), PhaseMetrics()
         self.validations: list[dict[str, float]] = []
         self._buffers = BufferBackup(task.model)
-        self._is_rank0 = optimizer.rank == 0
+        self._is_rank0 = self._run(lambda comm: comm.rank) == 0
         self._ended_by: Signals | None = None
 
     # The run.
@@ -128,12 +130,12 @@ class Trainer:
         self._buffers.save()
         self.optimizer.zero_grad()
         total, samples = 0.0, 0
-        for _ in range(self.config.nsteps_update):
+        for left in reversed(range(self.config.nsteps_update)):
             with metrics.measure("data"):
                 batch = next(batches)
             with metrics.measure("forward"):
                 loss = self.task.loss(batch)
-            with metrics.measure("backward"):
+            with metrics.measure("backward"), self._accumulating(left > 0):
                 poison_if_nonfinite(loss / self.config.nsteps_update).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * self.task.samples(batch)
             samples += self.task.samples(batch)
@@ -143,6 +145,12 @@ class Trainer:
         metrics.step_seconds = perf_counter() - start
         self._record(metrics, event)
         return stop_requested
+
+    def _accumulating(self, more: bool) -> AbstractContextManager[None]:
+        """A block for a backward pass, and whether there are more in this step."""
+        if more and isinstance(self.optimizer, ShardedOptimizer):
+            return self.optimizer.accumulating()
+        return nullcontext()
 
     def _set_lr(self) -> float:
         lr = self._lr_at(self.done.epoch, self.done.in_epoch)
@@ -162,6 +170,9 @@ class Trainer:
         else:
             with metrics.measure("exposed"):
                 event = self.optimizer.synchronize()
+            if isinstance(self.optimizer, ShardedOptimizer):  # has waited at the end of backward
+                metrics.backward_seconds -= event.exposed
+                metrics.exposed_seconds += event.exposed
             with metrics.measure("update"):
                 if not event.skipped:
                     self._clip(metrics, self.config.clip)
@@ -184,7 +195,7 @@ class Trainer:
 
     def _clip(self, metrics: StepMetrics, most: float | None) -> None:
         if most is not None:
-            norm = float(clip_grad_norm_(self.model.parameters(), most))
+            norm = float(gather(clip_grad_norm_(self.model.parameters(), most)))
             metrics.gradient_norm = norm if math.isfinite(norm) else None
 
     def _sync_loss(self, metrics: StepMetrics, total: float, samples: int) -> bool:
@@ -216,7 +227,7 @@ class Trainer:
         last = cut_short or epoch + 1 >= self.plan.max_epochs or self._steps_to_max() == 0
         self._buffers.save()
         self._synchronize()
-        self._run(lambda comm: check_replicas(comm, self.model, f"epoch {epoch}"))
+        self._run(lambda comm: check_replicas(comm, self.model, f"epoch {epoch}", self.config.shard))
         self._run(lambda comm: average_buffers(comm, self.model))
         self.summarise(epoch)
         if last or epoch == 0 or (epoch + 1) % self.config.val_every == 0:
@@ -246,7 +257,8 @@ class Trainer:
     def validate(self, epoch: int) -> None:
         """Validate on every sample once, sharded over the ranks."""
         self.model.eval()
-        tally = self.task.validate()
+        with gathered(self.model):
+            tally = self.task.validate()
         self.model.train()
         tallies = self._run(lambda comm: gather_json(comm, tally.sums, "validation"))
         sums: dict[str, float] = {}

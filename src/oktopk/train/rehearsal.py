@@ -11,11 +11,13 @@ from oktopk import DistributedOptimizer, LocalOptimizer, run_threads
 from oktopk.comm import Communicator
 from oktopk.engine.voice.speaking import hushed
 
+from .sharded import ShardedOptimizer
+
 _SIZES = (64, 10_000, 200_000)
 _STEPS = 3
 _RANKS = 2
 
-AnyOptimizer = DistributedOptimizer | LocalOptimizer
+AnyOptimizer = DistributedOptimizer | LocalOptimizer | ShardedOptimizer
 """What a run averages with: gradients, or updates."""
 MakeOptimizer = Callable[[nn.Module, Communicator], AnyOptimizer]
 """Makes the run's optimizer for another model: sparse from the first step on."""

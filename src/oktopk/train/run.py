@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from oktopk import DistributedOptimizer, LocalOptimizer
@@ -36,6 +38,7 @@ from .launch import RankInfo, connect
 from .loop import Trainer
 from .rehearsal import AnyOptimizer, rehearse
 from .run_folder import RunFolder, check_folder, new_name
+from .sharded import ShardedOptimizer, make_mesh, shard_model
 from .stop import Stop
 from .tasks import Task
 
@@ -65,7 +68,7 @@ def train_rank(
 ) -> Outcome:
     """Train on one of the ranks that `comm` connects."""
     with _agree_on_errors(comm, resolved):
-        _check_combinations(resolved.config, info.world)
+        _check_combinations(resolved.config, info)
         folder = _choose_folder(comm, resolved.config, resume)
         task = build_task(resolved.config, info.rank, info.world, info.local_rank)
     parameters = sum(parameter.numel() for parameter in task.model.parameters())
@@ -76,6 +79,12 @@ def train_rank(
         if comm.rank == 0:
             log_start(resolved, info.launcher, task, plan)
             _warn_unused_options(resolved)
+            if info.local_world % resolved.config.shard:
+                log.warning(
+                    "--shard %d: a host has %d ranks, so that shards are gathered over the network",
+                    resolved.config.shard,
+                    info.local_world,
+                )
         return _fit(resolved, task, plan, run_folder, comm, stop, resume)
 
 
@@ -89,16 +98,20 @@ def _fit(
     resume: bool,
 ) -> Outcome:
     config = resolved.config
-    identity = ModelIdentity.of(config.dnn, task.model)
+    identity = ModelIdentity.of(config.dnn, task.model, config.shard)
     checkpoints = Checkpoints(folder.checkpoints, identity, config.keep)
     if plan.sparse_steps:
         numbered = replace(config, density=plan.densities[0])
         _compile_kernels(numbered, next(task.model.parameters()).device, comm.rank == 0)
+    mesh = None
+    if config.shard > 1:
+        mesh = make_mesh(next(task.model.parameters()).device.type, config.shard, comm.world)
+        shard_model(task.model, mesh["shard"])
     # A warm-up that nobody has given may be a share of the run.
     chosen = config.warmup_steps == AUTO or resolved.origins["warmup_steps"] == DEFAULT
     inner, total = build_optimizer(config, task.model), plan.steps if chosen else None
     with hushed():  # the plan has been logged
-        optimizer = _make_optimizer(config, inner, task.model, comm, total)
+        optimizer = _make_optimizer(config, inner, task.model, comm, total, mesh)
     with optimizer:
         trainer = Trainer(config, task, optimizer, plan, folder, checkpoints, stop)
         optimizer.set_trainer(trainer)
@@ -139,14 +152,30 @@ def _agree_on_errors(comm: Communicator, resolved: ResolvedConfig) -> Iterator[N
         raise mark_collective(problem or ConfigError(str(error))) from error
 
 
-def _check_combinations(config: TrainConfig, world: int) -> None:
+def _check_combinations(config: TrainConfig, info: RankInfo) -> None:
     """Refuse what the reducer would refuse, in the words of the command line."""
+    world = info.world
+    if config.shard > 1:
+        _check_sharding(config, info)
     if world % config.ranks_per_host:
         raise ConfigError(
             f"--ranks-per-host is {config.ranks_per_host}, but the number of ranks, {world}, is no multiple of it"
         )
     if config.momentum_correction and (config.momentum or 0.0) >= 1:
         raise ConfigError(f"--momentum-correction needs a --momentum below 1, got {config.momentum:g}")
+
+
+def _check_sharding(config: TrainConfig, info: RankInfo) -> None:
+    if info.world % config.shard:
+        raise ConfigError(
+            f"--shard is {config.shard}, but the number of ranks, {info.world}, is no multiple of it"
+        )
+    if config.ranks_per_host > 1:
+        raise ConfigError("--shard averages inside a host already: leave out --ranks-per-host")
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"--shard needs torch.distributed, which {info.launcher} does not start: use --ranks or torchrun"
+        )
 
 
 def _choose_folder(comm: Communicator, config: TrainConfig, resume: bool) -> Path:
@@ -179,21 +208,20 @@ def _open_folder(comm: Communicator, path: Path, resolved: ResolvedConfig, resum
 
 
 def _make_optimizer(
-    config: TrainConfig, inner: Optimizer, model: nn.Module, comm: Communicator, total_steps: int | None = None
-) -> AnyOptimizer:
+    config: TrainConfig, inner: Optimizer, model: nn.Module, comm: Communicator, total_steps: int | None = None,
+    mesh: DeviceMesh | None = None,
+) -> AnyOptimizer:  # fmt: skip
     settings = _make_settings(config) | {"total_steps": total_steps}
+    # The ranks of a mesh have connections of their own.
+    ranks: dict[str, Any] = {"comm": comm} if mesh is None else {"mesh": mesh, "timeout": config.timeout}
     if config.average == UPDATES:
         every = config.average_state_every
-        return LocalOptimizer(inner, model=model, comm=comm, average_state_every=every, **settings)
-    return DistributedOptimizer(
-        inner,
-        model=model,
-        comm=comm,
-        norm_clip=config.norm_clip,
-        backward_passes=config.nsteps_update,
-        momentum=(config.momentum or 0.0) if config.momentum_correction else 0.0,
-        **settings,
-    )
+        return LocalOptimizer(inner, model=model, average_state_every=every, **ranks, **settings)
+    momentum = (config.momentum or 0.0) if config.momentum_correction else 0.0
+    settings |= {"momentum": momentum, "norm_clip": config.norm_clip}
+    if mesh is not None:
+        return ShardedOptimizer(inner, model, **ranks, **settings)
+    return DistributedOptimizer(inner, model=model, backward_passes=config.nsteps_update, **ranks, **settings)
 
 
 def _make_settings(config: TrainConfig) -> dict[str, Any]:

@@ -91,6 +91,23 @@ def test_a_race_of_every_kind_of_contender(tmp_path: Path, capsys: pytest.Captur
     assert {path.name for path in tmp_path.iterdir()} >= {"race.json", "race.csv", "race.html", "race.svg"}
 
 
+def test_a_race_of_sharded_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = "density=0.1:warmup_steps=2"
+    names = ["ddp", "hsdp-native:2", f"hsdp:2:auto=False:{settings}", f"local:shards=2:auto=False:{settings}"]
+    words = ["race", "--out", str(tmp_path), "--link", "none", "--ranks", "4", "--json", "--steps", "4"]
+    words += ["--contenders", ",".join(names), "--val-every-steps", "2", "--target", "val loss<=0.01", "--"]
+    assert main([*words, "--dnn", TINY, "--lr", "0.01"]) == 0
+    trials = {trial["contender"]: trial for trial in json.loads(capsys.readouterr().out)["trials"]}
+    assert [list(trials[name]["phases"]) for name in names] == [["dense"]] * 2 + [["dense", "sparse"]] * 2
+    for name, trial in trials.items():
+        losses = [point["metrics"]["val loss"] for point in trial["curve"]]
+        assert losses[0] == pytest.approx(trials["ddp"]["curve"][0]["metrics"]["val loss"], rel=1e-6), name
+        assert losses[-1] < losses[0], name
+    dense = trials["ddp"]["curve"][1]["metrics"]["val loss"]
+    for name in names[1:3]:  # two dense steps; those of a local optimizer are other steps
+        assert trials[name]["curve"][1]["metrics"]["val loss"] == pytest.approx(dense, rel=1e-4), name
+
+
 @pytest.mark.parametrize("name", [OURS, LOCAL])
 def test_a_cell_that_resumes_in_its_middle_has_the_same_curve(tmp_path: Path, name: str) -> None:
     race = Race(CONFIG, steps=9, val_every=3, target=Target("val loss", 0.01), save_seconds=0.0)

@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"oktopk:density=0.05:values=fp16:warmup_steps=10:auto=False ({ours}; without settings, "
         "the defaults of OkTopkState); local, which averages the updates of every rank's own optimizer, like "
         "local:density=0.01:values=fp16 (without settings, the defaults of LocalOptimizer); hsdp-native:S and "
-        "hsdp:S:density=0.01, models that FSDP2 shards over S ranks. Any of them takes lr=FACTOR for its "
-        "learning rate",
+        "hsdp:S:density=0.01 (gradients) and local:shards=S (updates), models that FSDP2 shards over S ranks. "
+        "Any of them takes lr=FACTOR for its learning rate",
     )
     parser.add_argument(
         "--link", default="100mbit", metavar="RATE,…",

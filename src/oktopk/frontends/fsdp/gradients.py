@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,13 @@ class ShardedGradients:
         """Hand over all that is left, scaled by `factor`; missing gradients count as zeros."""
         while self._waiting:
             self._submit(engine, self._waiting.pop(0), factor)
+
+    @torch.no_grad()
+    def scale(self, parameters: Set[Tensor], factor: float) -> None:
+        """Multiply the results of units that have these parameters."""
+        for bucket, flat in self.flats.items():
+            if self.parameters[bucket.names[0]] in parameters:
+                flat.mul_(factor)
 
     def local_grads(self) -> list[Tensor]:
         """This rank's shards of the gradients that have come."""

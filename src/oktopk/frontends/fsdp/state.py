@@ -30,7 +30,7 @@ from ..watching import GuardHandle, OptimizerGuard, unwrap
 from .checkpoint import prepare_loading, read_mesh_state, save_mesh_state
 from .gradients import ShardedGradients
 from .ranks import MeshRanks, local
-from .units import backward_under_way, find_units, model_problem, sums_gradients
+from .units import backward_under_way, find_sums, find_units, model_problem
 
 _ONCE = "every FsdpState has one model: make another one for this"
 
@@ -214,6 +214,11 @@ class FsdpState(FrontEnd):
         number = torch._C._current_graph_task_id()
         if number == self._pass:
             return
+        if number < 0:
+            raise RuntimeError(
+                "FSDP has reduced gradients outside of a backward pass, as pipeline schedules let it do: "
+                "FsdpState does not work with them"
+            )
         self._engine.abandon()  # a pass that has failed in the middle
         self._engine.await_scaler(self._guard.waits)
         self._guard.check()
@@ -242,9 +247,7 @@ class FsdpState(FrontEnd):
         factor = self._engine.clip_factor(gradients.local_grads(), self._combine_norms)
         gradients.submit_rest(self._engine, factor)
         self._engine.finish()
-        if sums_gradients(self._model):  # over the ranks of a replica, so over replicas, too
-            for flat in gradients.flats.values():
-                flat.mul_(self._ranks.replicas)
+        gradients.scale(find_sums(self._model), self._ranks.replicas)  # over a replica, so over replicas, too
         gradients.flats = {}
         self._listen()
         self._guard.applied = self.skipped

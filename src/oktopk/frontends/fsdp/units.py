@@ -101,10 +101,18 @@ def _states(model: nn.Module) -> Iterable[Any]:
     return (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def sums_gradients(model: nn.Module) -> bool:
-    """Whether gradients are sums over ranks, divided by a number of the user's: set_gradient_divide_factor()."""
+def find_sums(model: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients are sums over ranks, divided by a number of the user's.
+
+    Units have that number, set_gradient_divide_factor(): those of experts may, and others not.
+    """
     groups = (group for state in _states(model) for group in getattr(state, "_fsdp_param_groups", ()))
-    return any(getattr(group, "gradient_divide_factor", None) is not None for group in groups)
+    return {
+        parameter.sharded_param
+        for group in groups
+        if getattr(group, "gradient_divide_factor", None) is not None
+        for parameter in group.fsdp_params
+    }
 
 
 def backward_under_way(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
@@ -34,6 +35,8 @@ class Attached:
 
     resumable = True
     """Whether a new process can continue exactly where state_dict() was taken."""
+    mesh: DeviceMesh | None = None
+    """Of a sharded model."""
 
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         self.contender, self.network, self.optimizer = contender, network, optimizer
@@ -73,6 +76,10 @@ class Attached:
 
     def _ring(self, entries: float, width: int = WORD_BYTES) -> float:
         return width * ring_words(entries, dist.get_world_size())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
     @property
     def skipped(self) -> bool:
@@ -174,14 +181,14 @@ class _Ours(FrontEndAttached):
         super().load_state_dict(state_dict)
 
 
-class _Local(FrontEndAttached):
+class LocalAttached(FrontEndAttached):
     """The model without DDP, and an optimizer of every rank whose updates are averaged."""
 
     front: LocalOptimizer
 
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
-        self.front = self.optimizer = LocalOptimizer(optimizer, model=network, **self._options)
+        self.front = self.optimizer = LocalOptimizer(optimizer, model=network, mesh=self.mesh, **self._options)
 
     def _wrap(self) -> nn.Module:
         return self.network
@@ -212,7 +219,9 @@ ATTACH: dict[str, Callable[[Contender, nn.Module, Optimizer], Attached]] = {
     **dict.fromkeys((*HOOKS, ACCUMULATE), _Hooked),
     POWERSGD: _PowerSgd,
     OURS: _Ours,
-    LOCAL: _Local,
+    LOCAL: lambda contender, *model: (
+        LocalAttached(contender, *model) if contender.shards == 1 else _sharded("LocalHsdp", contender, *model)
+    ),
     HSDP: lambda *model: _sharded("SparseHsdp", *model),
     NATIVE: lambda *model: _sharded("NativeHsdp", *model),
 }
@@ -252,7 +261,8 @@ def rehearse(contender: Contender, network: nn.Module) -> None:
     options |= {"ramp_steps": 0, "auto": False}
     stepping = SGD(stand_in.parameters(), lr=0.01)
     kind = OURS if contender.kind == HSDP else contender.kind  # FSDP would replace what forward() uses
-    attached = attach(replace(contender, kind=kind, warmup_steps=1, options=options), stand_in, stepping)
+    plain = replace(contender, kind=kind, shards=1, warmup_steps=1, options=options)
+    attached = attach(plain, stand_in, stepping)
     random = torch.Generator().manual_seed(dist.get_rank())
     try:
         for _ in range(_REHEARSED):

@@ -1,7 +1,7 @@
 """The contenders by name: PyTorch's own, and ours with any settings.
 
     ddp   ddp-fp16   ddp-bf16   powersgd:4   accumulate:4:lr=2   oktopk:density=0.05:values=fp16:auto=False
-    local:density=0.01:average_state_every=50   hsdp-native:2   hsdp:2:density=0.01
+    local:density=0.01:average_state_every=50   hsdp-native:2   hsdp:2:density=0.01   local:shards=2
     oktopk:density=auto:budget=0.2:warmup_steps=None:total_steps=500:warmup_values=fp16
 
 A new front end is a new kind: an entry of TORCH here, and of `attach.ATTACH`.
@@ -31,7 +31,7 @@ ACCUMULATE, OURS, LOCAL, HSDP, NATIVE = "accumulate", "ours", "local", "hsdp", "
 TORCH = (DDP, FP16, BF16, POWERSGD, ACCUMULATE, NATIVE)
 """What the name of a contender begins with, unless it is one of our algorithms, LOCAL or HSDP."""
 _SHARDS = 2
-_LR, _START, _BUCKETS, _PATTERNS, _ALGORITHM = "lr", "start", "buckets", "dense", "algorithm"
+_LR, _START, _BUCKETS, _PATTERNS, _ALGORITHM, _SHARDED = "lr", "start", "buckets", "dense", "algorithm", "shards"
 _STATE_EVERY, _STATE = "average_state_every", "averaged_state"
 OF_LOCAL = (_STATE_EVERY, _STATE, "local_parameters", "lr_scale")
 """Settings of a LocalOptimizer only."""
@@ -113,7 +113,9 @@ def parse_contender(text: str) -> Contender:
         if counts:
             more = f"; did you mean values={counts[0]}?" if counts[0] in VALUE_CODES else ""
             raise RaceError(f"{text}: settings have the form key=value, got {counts[0]!r}{more}")
-        return _parse_ours(text, LOCAL if head == LOCAL else OURS, _algorithm(text, head, given), lr, given)
+        shards = _whole(text, _SHARDED, given.pop(_SHARDED, 1), 1)
+        kind = LOCAL if head == LOCAL else OURS
+        return replace(_parse_ours(text, kind, _algorithm(text, head, given), lr, given), shards=shards)
     if head == NATIVE:
         return Contender(text, head, lr=lr, shards=_shards(text, counts))
     if len(counts) > (head in (POWERSGD, ACCUMULATE)):
@@ -187,7 +189,7 @@ def _known_keys(head: str) -> list[str]:
         if head == HSDP:
             return [_LR, _ALGORITHM, *settings, *constants]
         useful = [name for name in settings if name not in _NOT_LOCAL]
-        return [_LR, _ALGORITHM, *useful, _BUCKETS, *OF_LOCAL, *constants]
+        return [_LR, _ALGORITHM, _SHARDED, *useful, _BUCKETS, *OF_LOCAL, *constants]
     return [_LR, _START] if head == POWERSGD else [_LR]
 
 

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from oktopk.algorithms.volume import WORD_BYTES, ring_words
 from oktopk.frontends.fsdp.state import FsdpState
+from oktopk.train.sharded import make_mesh, shard_model
 
-from .attach import Attached, FrontEndAttached
+from .attach import Attached, FrontEndAttached, LocalAttached
 from .contenders import Contender
 from .spec import RaceError
 
@@ -31,13 +31,10 @@ class _Sharded(Attached):
         if world % shards:
             raise RaceError(f"{self.contender.name}: {world} ranks are no multiple of {shards} shards")
         self._whole = copy.deepcopy(self.network)
-        self._mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
-        mesh = self._mesh if self.contender.algorithm is None else self._mesh["shard"]
+        self.mesh = whole = make_mesh("cpu", shards, world)
+        mesh = whole if self.contender.algorithm is None else whole["shard"]
         names = {parameter: name for name, parameter in self.network.named_parameters()}
-        lists = [module for module in self.network.modules() if isinstance(module, nn.ModuleList)]
-        for unit in (unit for units in lists for unit in units):
-            fully_shard(unit, mesh=mesh)
-        fully_shard(self.network, mesh=mesh)
+        shard_model(self.network, mesh)
         sharded = dict(self.network.named_parameters())
         for group in self.optimizer.param_groups:  # made for the parameters before they were sharded
             group["params"] = [sharded[names[parameter]] for parameter in group["params"]]
@@ -69,10 +66,18 @@ class SparseHsdp(FrontEndAttached, _Sharded):
 
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
-        self.front = FsdpState(self._mesh, **self._options).register(network, optimizer)
+        assert self.mesh is not None
+        self.front = FsdpState(self.mesh, **self._options).register(network, optimizer)
 
     def accumulating(self) -> AbstractContextManager[None]:
         return self.front.no_sync() if isinstance(self.front, FsdpState) else nullcontext()
+
+
+class LocalHsdp(LocalAttached, _Sharded):
+    """LocalOptimizer between replicas."""
+
+    def _wrap(self) -> nn.Module:
+        return _Sharded._wrap(self)
 
 
 class _NoGradientSync:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from oktopk.comm import Communicator, gather_json
 from oktopk.errors import OkTopkError
+from oktopk.frontends.fsdp.ranks import local
 
 
 class ReplicaError(OkTopkError):
@@ -19,18 +20,18 @@ class ReplicaError(OkTopkError):
 def checksum(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().view(-1)
+        flat = local(tensor).cpu().contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def check_replicas(comm: Communicator, model: nn.Module, when: str) -> None:
-    """Raise on all ranks unless the parameters are identical to the bit."""
+def check_replicas(comm: Communicator, model: nn.Module, when: str, shard: int = 1) -> None:
+    """Raise on all ranks unless the parameters are identical to the bit: those of a shard, in all replicas."""
     sums = gather_json(comm, checksum(model.parameters()), "replicas")
-    different = [rank for rank, value in enumerate(sums) if value != sums[0]]
+    different = [rank for rank, value in enumerate(sums) if value != sums[rank % shard]]
     if different:
-        ranks = ", ".join(map(str, different))
-        raise ReplicaError(f"{when}: the parameters of rank {ranks} differ from those of rank 0: {sums}")
+        ranks, first = ", ".join(map(str, different)), "rank 0" if shard == 1 else "the first replica"
+        raise ReplicaError(f"{when}: the parameters of rank {ranks} differ from those of {first}: {sums}")
 
 
 @torch.no_grad()

@@ -51,14 +51,17 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a checkpoint must match: the name of the network, and its parameters in order."""
+    """What a checkpoint must match: the name of the network, its parameters in order, and over how many ranks each
+    replica is sharded."""
 
     dnn: str
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    shard: int = 1
 
     @classmethod
-    def of(cls, dnn: str, model: nn.Module) -> ModelIdentity:
-        return cls(dnn, tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters()))
+    def of(cls, dnn: str, model: nn.Module, shard: int = 1) -> ModelIdentity:
+        shapes = ((name, tuple(parameter.shape)) for name, parameter in model.named_parameters())
+        return cls(dnn, tuple(shapes), shard)
 
     @property
     def fingerprint(self) -> str:
@@ -74,7 +77,14 @@ class ModelIdentity:
                 return (
                     f"{name} is {_shape(there.get(name))} in the checkpoint, {_shape(here.get(name))} in the model"
                 )
-        return None if saved == self else "its parameters are in another order"
+        if saved.parameters != self.parameters:
+            return "its parameters are in another order"
+        if saved.shard != self.shard:
+            return f"it was saved with --shard {saved.shard}, this run has --shard {self.shard}; {ONLY_WEIGHTS}"
+        return None
+
+
+ONLY_WEIGHTS = "its weights can be used: --pretrain RUN"
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -147,7 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = Manifest(
         _field(content, "step", int),
         _field(content, "epoch", int),
-        ModelIdentity(_field(model, "dnn", str), tuple(parameters)),
+        ModelIdentity(_field(model, "dnn", str), tuple(parameters), _field({"shard": 1, **model}, "shard", int)),
         _file_record(_field(content, "shared", dict)),
         tuple(_file_record(entry) for entry in _field(content, "ranks", list)),
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oktopk.engine.settings import UPDATES
 
+from ..sharded import cut, distribute_state, gather, is_sharded, to_parts
 from ..tasks import Task
 from .snapshot import CheckpointError
 
@@ -18,8 +19,12 @@ from .snapshot import CheckpointError
 class Stateful(Protocol):
     """An optimizer with its reducer, such as DistributedOptimizer; "oktopk" of its state is this rank's own.
 
-    So is all of its state if updates are averaged, because then moments differ from rank to rank.
+    So is all of its state if updates are averaged, because then moments differ from rank to rank, and if the
+    model is sharded.
     """
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -27,12 +32,13 @@ class Stateful(Protocol):
 
 
 def capture_state(task: Task[Any], optimizer: Stateful) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state that all ranks share, and this rank's own."""
-    state = optimizer.state_dict()
+    """Return the state that all ranks share, and this rank's own; collective, if the model is sharded."""
+    state = to_parts(optimizer.state_dict())
     oktopk = state.pop("oktopk")
-    shared: dict[str, Any] = {"parameters": dict(task.model.named_parameters())}
+    shared: dict[str, Any] = {"parameters": {name: gather(p) for name, p in task.model.named_parameters()}}
     own: dict[str, Any] = {}
-    (own if oktopk.get("averages") == UPDATES else shared)["optimizer"] = state
+    apart = is_sharded(task.model) or oktopk.get("averages") == UPDATES
+    (own if apart else shared)["optimizer"] = state
     own |= {
         "oktopk": oktopk,
         "buffers": dict(task.model.named_buffers()),
@@ -50,6 +56,8 @@ def restore_state(task: Task[Any], optimizer: Stateful, shared: Mapping[str, Any
     for name, buffer in task.model.named_buffers():
         _copy(own["buffers"][name], buffer, name)
     state = own["optimizer"] if "optimizer" in own else shared["optimizer"]
+    if is_sharded(task.model):
+        state = distribute_state(state, optimizer.param_groups)
     optimizer.load_state_dict({**state, "oktopk": own["oktopk"]})
     if own["random"] is not None:
         _set_random_state(own["random"])
@@ -61,7 +69,7 @@ def _copy(saved: Tensor, into: Tensor, name: str) -> None:
     if saved.shape != into.shape:
         raise ValueError(f"{name} has shape {list(saved.shape)}, expected {list(into.shape)}")
     with _name_in_error(name):
-        into.copy_(saved)
+        into.copy_(cut(saved, into))
 
 
 @contextmanager

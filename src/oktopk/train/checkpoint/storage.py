@@ -25,6 +25,7 @@ from oktopk.utils.files import make_folder, sync_folder
 from ..collective_errors import mark_collective
 from .snapshot import (
     MANIFEST,
+    ONLY_WEIGHTS,
     CheckpointError,
     DamagedCheckpoint,
     FileRecord,
@@ -182,6 +183,11 @@ class Checkpoints:
             raise DamagedCheckpoint(f"{MANIFEST} belongs to step {manifest.step}")
         if (difference := self.model.difference(manifest.model)) is not None:
             raise CheckpointError(f"checkpoint does not match the model: {difference}")
+        if manifest.model.shard > 1 and manifest.world != world:
+            raise CheckpointError(
+                f"{folder} was saved by {manifest.world} ranks with --shard {manifest.model.shard}, here are "
+                f"{world}: resume with as many; {ONLY_WEIGHTS}"
+            )
         shared = read_tensors(folder, manifest.shared)
         if manifest.world == world:
             own = read_tensors(folder, manifest.ranks[rank])

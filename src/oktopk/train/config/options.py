@@ -168,6 +168,12 @@ class TrainConfig:
         COMPRESSION,
         "hierarchical: average N ranks inside each host, then one rank per host exchanges",
     )
+    shard: int = option(
+        1,
+        integer(1),
+        COMPRESSION,
+        "shard the model over N ranks of a host by FSDP2; each rank exchanges its shards with other hosts (HSDP)",
+    )
     sigma_scale: float | None = option(None, number(above=0), COMPRESSION, "ignored, for compatibility")
 
     nworkers: int | None = option(

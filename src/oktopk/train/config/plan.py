@@ -36,6 +36,7 @@ class Plan:
     budget: float = 0.1
     min_density: float = LEAST_DENSITY
     warmup_values: str = "fp32"
+    shard: int = 1
 
     @classmethod
     def of(cls, config: TrainConfig, steps_per_epoch: int, parameters: int, world: int) -> Plan:
@@ -43,7 +44,7 @@ class Plan:
         assert config.max_epochs is not None
         known = (
             *("max_epochs", "max_steps", "algorithm", "density", "ramp_steps", "ranks_per_host", "budget"),
-            *("min_density", "warmup_values"),
+            *("min_density", "warmup_values", "shard"),
         )
         plan = cls(
             steps_per_epoch=steps_per_epoch,
@@ -148,12 +149,17 @@ class Plan:
 
     @property
     def _senders(self) -> int:
-        return self.world // self.ranks_per_host
+        return self.world // self.ranks_per_host // self.shard
+
+    @property
+    def _entries(self) -> int:
+        """Of a gradient as a rank exchanges it: with shard, its own part of it."""
+        return -(-self.parameters // self.shard)
 
     @property
     def dense_bytes(self) -> float:
         """Bytes that a rank sends in a dense step, by a ring; with ranks_per_host, one rank sends for its host."""
-        return WORD_BYTES * ring_words(self.parameters, self._senders)
+        return WORD_BYTES * ring_words(self._entries, self._senders)
 
     def volume(self) -> list[str]:
         """Describe the bytes of a dense and of a sparse step: the payload, and what a rank is expected to send.
@@ -161,10 +167,11 @@ class Plan:
         With ranks_per_host, one rank sends for its host.
         """
         least, most = self.densities
-        k, senders, ring = max(1, round(least * self.parameters)), self._senders, self.dense_bytes
+        k, senders, ring = max(1, round(least * self._entries)), self._senders, self.dense_bytes
         who = "rank" if self.ranks_per_host == 1 else "host"
-        sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"a single {who} sends nothing"
-        lines = [f"a dense step: {WORD_BYTES * self.parameters:,} bytes of gradient; {sent}"]
+        single = who if self.shard == 1 else "replica"
+        sent = f"a {who} sends {ring:,.0f} (ring)" if senders > 1 else f"a single {single} sends nothing"
+        lines = [f"a dense step: {WORD_BYTES * self._entries:,} bytes of gradient; {sent}"]
         if self.algorithm != "dense":
             bound = WORD_BYTES * oktopk_words(k, senders)
             bounded = self.algorithm == "oktopk" and senders > 1
@@ -179,4 +186,6 @@ class Plan:
                 lines.append(f"the density falls from {RAMP_FROM:g} over the first {self.ramp_steps} sparse steps")
             if self.world == 1:
                 lines.append(_ONE_RANK)
+        if self.shard > 1:
+            lines.append(f"{self.world // self.shard} replicas, each sharded over {self.shard} ranks")
         return lines
