@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
-os.environ["COLUMNS"] = "96"  # of the usages in the command line reference
+os.environ["COLUMNS"] = "76"  # of the usages in the command line reference
 
 import oktopk  # noqa: E402
 
 project = "oktopk"
 author = "the oktopk authors"
+copyright = author
 release = version = oktopk.__version__
 
 extensions = [
