@@ -2,8 +2,8 @@
 
     run_all(blocks, folder) -> the places that ran
 
-A rank is `python -m tests.support.docs.runner RANK WORLD PORT FOLDER`. The store belongs to the parent, as under
-torchrun: programs of a page call init_process_group() themselves, one after the other.
+A rank is `python -m tests.support.docs.runner RANK WORLD FOLDER`. Programs of a page call init_process_group()
+themselves, one after the other; each finds a store of its own, which belongs to the parent, as under torchrun.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ _LAUNCHED = re.compile(r"torchrun --nproc-per-node 2 (\S+\.py)")
 
 def run_all(blocks: list[Block], folder: Path) -> list[str]:
     """Run Python blocks, and programs that a command of their page starts; raise if a rank fails."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    most = len({block.page for block in blocks}) + sum(block.language == "sh" for block in blocks)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(most)]
+    (folder / "ports.json").write_text(json.dumps([store.port for store in stores]))
     (folder / "blocks.json").write_text(json.dumps([asdict(block) for block in blocks]))
     logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
     ranks = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", __name__, str(rank), str(WORLD), str(store.port), str(folder)]
+            command = [sys.executable, "-m", __name__, str(rank), str(WORLD), str(folder)]
             ranks.append(
                 subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=_environment())
             )
@@ -74,10 +76,11 @@ def _environment() -> dict[str, str]:
 # In the process of a rank.
 
 
-def main(rank: int, world: int, port: int, folder: Path) -> None:
+def main(rank: int, world: int, folder: Path) -> None:
+    ports = iter(json.loads((folder / "ports.json").read_text()))
     blocks = [Block(**one) for one in json.loads((folder / "blocks.json").read_text())]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(SECONDS - 10)
     done = []
@@ -86,22 +89,17 @@ def main(rank: int, world: int, port: int, folder: Path) -> None:
         place.mkdir(exist_ok=True)
         os.chdir(place)
         own = [block for block in blocks if block.page == page]
-        done += [*_run_snippets(own, rank), *_run_programs(own, rank)]
+        done += [*_run_snippets(own, rank, ports), *_run_programs(own, rank, ports)]
     if rank == 0:
         (folder / "done.json").write_text(json.dumps(done))
 
 
-def _next_group() -> None:
-    """Another process group of the same store: torch puts the number of restarts into its keys."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "-1")) + 1)
-
-
-def _run_snippets(blocks: list[Block], rank: int) -> Iterator[str]:
+def _run_snippets(blocks: list[Block], rank: int, ports: Iterator[int]) -> Iterator[str]:
     """The blocks of a page, in one namespace; the reader's model is new at each heading."""
     snippets = [block for block in blocks if block.language == "python" and not block.mark]
     if not snippets:
         return
-    _next_group()
+    os.environ["MASTER_PORT"] = str(next(ports))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     names, section = scene.modules() | {"__name__": "page"}, None
     for block in snippets:
@@ -120,11 +118,12 @@ def _run_snippets(blocks: list[Block], rank: int) -> Iterator[str]:
     dist.destroy_process_group()
 
 
-def _run_programs(blocks: list[Block], rank: int) -> Iterator[str]:
+def _run_programs(blocks: list[Block], rank: int, ports: Iterator[int]) -> Iterator[str]:
     files = {block.detail: block for block in blocks if block.mark == "file"}
     for block, after in zip(blocks, [*blocks[1:], None], strict=True):
         launched = _LAUNCHED.search(block.text) if block.language == "sh" and block.mark != "not run" else None
         if launched and launched[1] in files:
+            os.environ["MASTER_PORT"] = str(next(ports))
             said = _run_program(files[launched[1]], rank)
             if rank == 0 and after is not None and after.mark == "output":
                 assert mask(said) == mask(after.text), f"{after.place} has:\n{after.text}\nit printed:\n{said}"
@@ -133,7 +132,6 @@ def _run_programs(blocks: list[Block], rank: int) -> Iterator[str]:
 
 def _run_program(program: Block, rank: int) -> str:
     """What a program prints, to stdout and to stderr; on this rank."""
-    _next_group()
     Path(program.detail).write_text(program.text)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -151,7 +149,7 @@ def mask(text: str) -> str:
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
