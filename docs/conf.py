@@ -40,6 +40,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_mock_imports = ["accelerate", "lightning", "mlflow", "ray", "transformers", "wandb"]
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"oktopk {release}"
