@@ -437,9 +437,10 @@ class AsyncReducer:
             _log.warning(
                 "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout
             )
+        first = self._ending.alive
         self._ending()
         for sink in self._steps.sinks:
-            if not self._steps.voice.failed:
+            if first and not self._steps.voice.failed:
                 sink.note("end", self.step, {})
             sink.close()
 

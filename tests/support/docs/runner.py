@@ -47,9 +47,8 @@ def run_all(blocks: list[Block], folder: Path) -> list[str]:
     try:
         for rank, log in enumerate(logs):
             command = [sys.executable, "-m", __name__, str(rank), str(WORLD), str(folder)]
-            ranks.append(
-                subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=_environment())
-            )
+            with log.open("w") as out:
+                ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=_environment()))
         codes = [_wait(process) for process in ranks]
     finally:
         for process in ranks:
