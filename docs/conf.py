@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 os.environ["COLUMNS"] = "76"  # of the usages in the command line reference
 
-import oktopk  # noqa: E402
+import oktopk
 
 project = "oktopk"
 author = "the oktopk authors"

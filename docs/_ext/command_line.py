@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Iterator
 
 from docutils import nodes
-from oktopk.cli import COMMANDS, make_parser
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+from oktopk.cli import COMMANDS, make_parser
 
 _STANDARD = {"positional arguments": "Arguments", "options": "Options"}
 

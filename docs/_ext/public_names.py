@@ -9,11 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-import oktopk
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
+
+import oktopk
 
 PACKAGES = "oktopk", "oktopk.metrics.sinks", "oktopk.testing"
 _logger = logging.getLogger(__name__)

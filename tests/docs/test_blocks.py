@@ -58,7 +58,8 @@ def test_marks_are_those_above_the_block(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("tests.support.docs.blocks.ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(
-        "# A\n<!-- not run: needs two hosts -->\n```sh\nx\n```\n\n## B\n<!-- setup\na = 1\n-->\n```python\nb = a\n```\n"
+        "# A\n<!-- not run: needs two hosts -->\n```sh\nx\n```\n\n"
+        "## B\n<!-- setup\na = 1\n-->\n```python\nb = a\n```\n"
         "<!-- a remark -->\n```{toctree}\nx\n```\n```text\nx\n```\n"
     )
     first, second, third = read(page)

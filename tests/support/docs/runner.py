@@ -1,4 +1,4 @@
-"""Runs all Python blocks of the documents on two ranks: two processes for all of them, because imports take seconds.
+"""Runs all Python blocks of the documents on two ranks: in two processes, because imports take seconds.
 
     run_all(blocks, folder) -> the places that ran
 
@@ -78,7 +78,8 @@ def _environment() -> dict[str, str]:
 def main(rank: int, world: int, folder: Path) -> None:
     ports = iter(json.loads((folder / "ports.json").read_text()))
     blocks = [Block(**one) for one in json.loads((folder / "blocks.json").read_text())]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(SECONDS - 10)

@@ -21,13 +21,17 @@ import oktopk
 from tests.support.report_runs import write_run
 
 Names = dict[str, Any]
+_FRONT_ENDS = (
+    oktopk.OkTopkState, oktopk.DistributedOptimizer, oktopk.LocalOptimizer, oktopk.AllReducer, oktopk.FsdpState
+)  # fmt: skip
 
 
 def modules() -> Names:
     """What the first lines of a script import."""
     return {
         "copy": copy, "logging": logging, "math": math, "os": os, "sys": sys,
-        "torch": torch, "nn": nn, "dist": dist, "oktopk": oktopk, "DistributedDataParallel": DistributedDataParallel,
+        "torch": torch, "nn": nn, "dist": dist, "oktopk": oktopk,
+        "DistributedDataParallel": DistributedDataParallel,
     }  # fmt: skip
 
 
@@ -41,15 +45,13 @@ def reader(page: str, rank: int) -> Names:
         "optimizer": torch.optim.SGD(ddp_model.parameters(), lr=0.1), "loss": cross_entropy(ddp_model(x), y),
         "grads": {name: torch.ones_like(p) for name, p in model.named_parameters()},
     }  # fmt: skip
-    return names | _EXTRAS.get(page, lambda: {})()
+    return names | _EXTRAS.get(page, dict)()
 
 
 def leave(names: Iterable[Any]) -> None:
     """End worker threads and connections, in the same order on all ranks."""
     for thing in names:
-        if isinstance(thing, (oktopk.OkTopkState, oktopk.DistributedOptimizer, oktopk.LocalOptimizer)):
-            thing.close()
-        elif isinstance(thing, (oktopk.AllReducer, oktopk.FsdpState)):
+        if isinstance(thing, _FRONT_ENDS):
             thing.close()
 
 
