@@ -1,7 +1,8 @@
 """When does it pay? Expected gains by link, model size and number of ranks: the table of docs/when.md.
 
-    python benchmarks/when.py > when.json          runs `oktopk simulate`, some minutes
-    python benchmarks/when.py --page when.json     writes the tables into docs/when.md
+    python benchmarks/when.py when.json     runs `oktopk simulate` for what is not in the file yet: some minutes
+
+and writes the tables into docs/when.md.
 
 The gain is the time of a step without oktopk over that with it. A step is the computation, which is given, and the
 exchange, which is simulated: real messages of the real algorithms, replayed on a link.
@@ -33,14 +34,17 @@ def command(link: str, params: str) -> list[str]:
     ]  # fmt: skip
 
 
-def simulate() -> dict[str, Any]:
-    found = {}
-    for link in LINKS:
-        for params in MODELS:
-            print(shlex.join(command(link, params)), file=sys.stderr, flush=True)
-            words = [sys.executable, "-m", *command(link, params)]
-            done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-            found[f"{link}, {params}"] = json.loads(done.stdout)
+def simulate(out: Path) -> dict[str, Any]:
+    """All answers; each is kept as soon as it is there."""
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    for params in MODELS:
+        for link in LINKS:
+            if (name := f"{link}, {params}") not in found:
+                print(shlex.join(command(link, params)), flush=True)
+                words = [sys.executable, "-m", *command(link, params)]
+                done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+                found[name] = json.loads(done.stdout)
+                out.write_text(json.dumps(found, indent=2))
     return found
 
 
@@ -75,12 +79,8 @@ def write_page(page: Path, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, metavar="JSON", help="write the tables of this result into the page")
-    chosen = parser.parse_args()
-    if chosen.page:
-        write_page(PAGE, json.loads(chosen.page.read_text()))
-    else:
-        json.dump(simulate(), sys.stdout, indent=2)
+    parser.add_argument("out", type=Path, metavar="FILE", help="the answers, as JSON")
+    write_page(PAGE, simulate(parser.parse_args().out))
 
 
 if __name__ == "__main__":
