@@ -80,7 +80,7 @@ check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, laye
 	$(BIN)/lint-imports
 
 docs: export OMP_NUM_THREADS := 1
-docs: $(INSTALLED) ## build the site in build/docs, with warnings as errors; begin with build/docs/index.html
+docs: $(INSTALLED) ## build the site in build/docs, with warnings as errors, in half a minute
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@$(BIN)/python -m tests.support.docs
 	@echo "build/docs/index.html: $$(du -sh build/docs | cut -f 1)"

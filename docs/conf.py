@@ -51,4 +51,5 @@ html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
-highlight_language = "none"
+highlight_language = "python"  # of the examples in docstrings
+smartquotes = False
