@@ -81,7 +81,7 @@ check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, laye
 
 docs: export OMP_NUM_THREADS := 1
 docs: $(INSTALLED) ## build the site in build/docs, with warnings as errors, in half a minute
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@$(BIN)/python -m tests.support.docs
 	@echo "build/docs/index.html: $$(du -sh build/docs | cut -f 1)"
 
