@@ -65,7 +65,7 @@ def _python(words: list[str], files: set[str]) -> None:
         if words[1] == "oktopk":
             _oktopk(words[2:], files)
     else:
-        known = {"script.py", "job.py", *files}  # the reader's
+        known = {"script.py", "job.py", "train.py", *files}  # the reader's
         assert words[0] in known or (ROOT / words[0]).is_file(), f"there is no {words[0]}"
 
 
