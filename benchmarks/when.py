@@ -64,7 +64,9 @@ def tables(found: dict[str, Any]) -> str:
 def _cell(answer: dict[str, Any], ranks: int) -> str:
     steps = {row["algorithm"]: row["seconds"] for row in answer["whole_steps"] if row["ranks"] == ranks}
     dense, sparse = steps["dense"], steps["oktopk"]
-    return f"| **{dense / sparse:.2g} times** ({_ms(dense)} → {_ms(sparse)}) "
+    gain, times = dense / sparse, f"({_ms(dense)} → {_ms(sparse)})"
+    shown = f"{gain:.2f}" if gain < 2 else f"{gain:.2g}"
+    return f"| **{shown} times** {times} " if gain >= 1.05 else f"| {shown} times {times} "
 
 
 def _ms(seconds: float) -> str:
