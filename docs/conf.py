@@ -52,4 +52,4 @@ html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 highlight_language = "python"  # of the examples in docstrings
-smartquotes = False
+smartquotes_action = "De"  # dashes; quotes stay as they are typed
