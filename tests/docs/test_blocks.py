@@ -43,6 +43,15 @@ def test_commands_are_understood(block: Block) -> None:
         commands.check(words, files)
 
 
+def test_so_are_those_that_cannot_run_here() -> None:
+    """As far as they start programs of ours, or torchrun."""
+    marked = [block for block in OURS if block.language == "sh" and block.mark == "not run"]
+    known = [words for block in marked for words in commands.commands(block.text) if commands.is_known(words)]
+    assert len(known) > 5
+    for words in known:
+        commands.check(words, {"train.py", "train_sparse.py"})
+
+
 @pytest.mark.parametrize("block", [b for b in SHELL if b.mark == "run"], ids=lambda block: block.place)
 def test_cheap_commands_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

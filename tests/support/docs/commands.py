@@ -20,7 +20,14 @@ else:
 
 _MPI = re.compile(r"-np?$")
 _OURS = re.compile(r"OKTOPK_\w+")
-_OTHERS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "WANDB_MODE"}
+_OTHERS = {
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "WANDB_MODE",
+}
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -29,6 +36,11 @@ def commands(text: str) -> Iterator[list[str]]:
         if words := shlex.split(line, comments=True):
             cut = next((i for i, word in enumerate(words) if word in (">", "|")), len(words))
             yield words[:cut]
+
+
+def is_known(words: list[str]) -> bool:
+    """Whether it is one of the programs whose arguments are checked."""
+    return words[0] in _CHECKS
 
 
 def check(words: list[str], files: set[str]) -> None:
