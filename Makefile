@@ -9,7 +9,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick seeds chaos elastic kills fuzz large soak meet hsdp dist wheel-smoke integrations
-.PHONY: check bench clean
+.PHONY: check docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s  %s\n", $$1, $$2 }' Makefile
@@ -80,6 +80,12 @@ check: $(INSTALLED) ## what CI runs besides the tests: lint, format, types, laye
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: export OMP_NUM_THREADS := 1
+docs: $(INSTALLED) ## build the site in build/docs, with warnings as errors, in half a minute
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@$(BIN)/python -m tests.support.docs
+	@echo "build/docs/index.html: $$(du -sh build/docs | cut -f 1)"
+
 bench: $(INSTALLED) ## run the benchmarks one after another, for some hours; some of them need root
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/wire.py
@@ -101,7 +107,7 @@ clean: ## remove caches and build products; environments stay
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv, which takes some minutes"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,examples,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[mpi,train,report,examples,docs,dev]'
 	touch $@
 
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt

@@ -1,23 +1,51 @@
-"""The documents: links lead somewhere, and no placeholder is left."""
+"""The documents: links lead somewhere, and no placeholder is left. `make docs` checks those of the site again."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.support.paths import ROOT
 
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples" / "README.md"]
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+SLUG = re.compile(r"[^\w\- ]")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def links(document: Path) -> list[str]:
+    """Targets, outside of code."""
+    text = re.sub(r"^(```+).*?^\1$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text))
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub and the site make of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {SLUG.sub("", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
 def test_relative_links_resolve(document: Path) -> None:
-    text = document.read_text()
-    assert "@@" not in text
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (document.parent / target).exists(), target
+    assert "@@" not in document.read_text(encoding="utf-8")
+    for target in links(document):
+        if ":" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        page = document.parent / name if name else document
+        assert page.exists(), target
+        assert not anchor or anchor in anchors(page), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_other_links_have_the_form_of_a_url(document: Path) -> None:
+    for target in links(document):
+        if ":" in target:
+            url = urlsplit(target)
+            assert url.scheme == "https", target
+            assert re.fullmatch(r"[\w-]+(\.[\w-]+)+", url.netloc), target
 
 
 def test_every_algorithm_is_documented() -> None:

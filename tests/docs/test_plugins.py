@@ -57,7 +57,7 @@ def test_the_code_of_the_page_runs_and_its_laws_hold(page: dict[str, Any], tmp_p
 
 
 def test_its_commands_are_understood(page: dict[str, Any]) -> None:
-    (commands,) = (block for block in blocks("") if "oktopk train" in block)
+    (commands,) = (block for block in blocks("sh") if "oktopk train" in block)
     lines = [shlex.split(line) for line in commands.splitlines() if line.startswith("oktopk ")]
     assert {line[1] for line in lines} == {"train", "sweep", "bench", "simulate", "race"}
     for line in lines:

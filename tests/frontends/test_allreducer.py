@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import threading
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import oktopk
 from oktopk.algorithms import OkTopk, TopkA
-from oktopk.metrics.sinks import MemorySink
+from oktopk.metrics.sinks import JSONLSink, MemorySink
 from tests.support import stepping
 from tests.support.stepping import gradients, on_ranks, record_steps, reducer_on
 
@@ -64,6 +66,15 @@ def test_close_ends_the_thread_and_may_come_twice(world: int) -> None:
 
     on_ranks(world, job)
     assert len(workers()) == before
+
+
+def test_closing_twice_writes_one_end(tmp_path: Path) -> None:
+    reducer = reducer_on(None, sinks=[JSONLSink(tmp_path / "metrics.jsonl")])
+    reducer.sync(gradients(0, 0))
+    reducer.close()
+    reducer.close()
+    events = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert events.count("end") == 1
 
 
 def test_one_that_was_never_used_has_no_thread() -> None:

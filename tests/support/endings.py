@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+LAST_WORD = "last word"
+"""A property of a test: a line for the end of the run."""
 RUN = "OKTOPK_TEST_RUN"
 """In the environment of all processes that this run starts."""
 
@@ -29,11 +31,15 @@ def begin(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests were skipped, for which reasons."""
+    """How many tests were skipped, for which reasons; and what tests have to say when all is done."""
     skipped = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
     reasons = Counter(reason.removeprefix("Skipped: ") for reason in skipped)
     said = "".join(f"; {reason} ({count})" for reason, count in reasons.most_common())
     terminalreporter.write_line(f"{len(skipped)} skipped{said.replace(';', ':', 1)}")
+    for report in terminalreporter.stats.get("passed", ()):
+        for name, line in report.user_properties:
+            if name == LAST_WORD:
+                terminalreporter.write_line(line)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

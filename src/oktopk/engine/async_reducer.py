@@ -401,8 +401,10 @@ class AsyncReducer:
             _log.warning(
                 "the worker still waits for another rank, and ends after its timeout of %g s", self._comm.timeout
             )
+        first = self._ending.alive
         self._ending()
-        self._steps.sinks.close(self.step)
+        if first:
+            self._steps.sinks.close(self.step)
 
     def fail(self) -> None:
         """The run ends with an error of the caller: nothing is said of its end."""

@@ -66,7 +66,7 @@ class Settings:
             optimizer must then have no momentum of its own.
         norm_clip: scale this rank's gradient down to this norm before it is compressed; None is off. The norm is
             that of the whole model, so that no bucket is exchanged before backward has ended.
-        dense: patterns such as "*.bias"; parameters whose name matches one are always averaged densely.
+        dense: patterns such as `"*.bias"`; parameters whose name matches one are always averaged densely.
         dense_below: parameters with fewer entries than this are always averaged densely, too.
         max_skipped: number of skipped steps in a row that raises NonFiniteError.
         fusion_entries: sparse buckets are fused, to share messages, until together they send this many entries.

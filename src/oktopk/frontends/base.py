@@ -121,7 +121,7 @@ class TrainerFrontEnd(FrontEnd):
 
     @property
     def schedule(self) -> list[tuple[int, float | None]]:
-        """The density of every step so far, as pairs (step, density): from that step on; None is dense.
+        """The density of every step so far, as pairs (step, density) from that step on; None is dense.
 
         Passed as `density=` of another run, it repeats this one to the bit, whatever the steps take there.
         """

@@ -29,8 +29,9 @@ class RunFrames:
 
     Attributes:
         name: the name of its folder.
-        steps: a row for each step: `step`, `phase`, `skipped`, the columns of the reducer (docs/training.md), and
-            those of the training loop such as `loss`, `lr`, `forward_seconds` and `step_seconds`.
+        steps: a row for each step: `step`, `phase`, `skipped`, the columns of the reducer
+            (docs/guides/metrics.md), and those of the training loop such as `loss`, `lr`, `forward_seconds` and
+            `step_seconds`.
         reductions: a row for each bucket of each step: `step`, `bucket`, `phase`, `algorithm`, and its columns.
         validations: a row for each validation: `step`, `epoch`, and its metrics.
         plan: what the run was going to do (plan.json).

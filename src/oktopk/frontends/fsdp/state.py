@@ -111,7 +111,7 @@ class FsdpState(FrontEnd):
 
     @property
     def schedule(self) -> list[tuple[int, float | None]]:
-        """The density of every step so far, as pairs (step, density): from that step on; None is dense."""
+        """The density of every step so far, as pairs (step, density) from that step on; None is dense."""
         return self._engine.schedule
 
     def register(self, model: nn.Module, optimizer: Optimizer | None = None) -> FsdpState:

@@ -1,0 +1,1 @@
+"""Runs and checks the code blocks of the documents; `python -m tests.support.docs` lists those that do not run."""
