@@ -104,7 +104,7 @@ def job(front_end: str, algorithm: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, model = dist.get_rank(), make_model()
-    options = {"density": 0.02, "warmup_steps": WARMUP, "auto": False}
+    options = {"density": 0.02, "warmup_steps": WARMUP, "auto": False, "values": "fp32"}
     train = {"ddp": train_with_ddp, "optimizer": train_with_optimizer, "loop": train_with_loop}[front_end]
     step, digests = train(model, options, algorithm), []
     for number in range(STEPS):

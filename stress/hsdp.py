@@ -41,7 +41,9 @@ _TIMEOUT, _STEPS, _VICTIM = 20.0, 200, 2
 
 
 def _state(mesh: Any, **options: Any) -> oktopk.FsdpState:
-    return oktopk.FsdpState(mesh, **({"warmup_steps": 0, "auto": False, "timeout": 60.0} | options))
+    return oktopk.FsdpState(
+        mesh, **({"warmup_steps": 0, "auto": False, "timeout": 60.0, "values": "fp32"} | options)
+    )
 
 
 def _fp16(connect: Callable[..., Any]) -> float:

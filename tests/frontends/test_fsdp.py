@@ -38,7 +38,9 @@ FP16 = MixedPrecisionPolicy(torch.float16)
 
 
 def state(mesh: Any, **options: Any) -> oktopk.FsdpState:
-    return oktopk.FsdpState(mesh, **({"warmup_steps": 0, "auto": False, "timeout": 60} | options))
+    return oktopk.FsdpState(
+        mesh, **({"warmup_steps": 0, "auto": False, "timeout": 60, "values": "fp32"} | options)
+    )
 
 
 def averaged(

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(240)
 
 def wrap(mesh: Any, net: Any, **options: Any) -> oktopk.LocalOptimizer:
     inner = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
-    settings = {"density": 0.05, "warmup_steps": 0, "auto": False, "timeout": 60} | options
+    settings = {"density": 0.05, "warmup_steps": 0, "auto": False, "timeout": 60, "values": "fp32"} | options
     return oktopk.LocalOptimizer(inner, model=net, mesh=mesh, **settings)
 
 

@@ -30,7 +30,7 @@ from tests.support.training import (
 )
 
 STEPS, WARMUP, DENSITY = 50, 5, 0.05
-OPTIONS = {"density": DENSITY, "warmup_steps": WARMUP, "auto": False, "timeout": 30.0}
+OPTIONS = {"density": DENSITY, "warmup_steps": WARMUP, "auto": False, "timeout": 30.0, "values": "fp32"}
 NAMES = list(dict(mlp().named_parameters()))
 SEVERAL = [["4.weight", "4.bias"], ["2.bias", "0.weight"], ["2.weight", "0.bias"]]
 PLANS = {"model": "model", "several": SEVERAL}

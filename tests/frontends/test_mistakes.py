@@ -124,7 +124,9 @@ def test_types_are_not_mixed_in_a_bucket(plan: object) -> None:
     """16-bit weights and 32-bit scales: both come back in their own type, none rounded to the other."""
     model = nn.Linear(40, 5, dtype=torch.float16)
     model.scale = nn.Parameter(torch.ones(7))
-    with oktopk.AllReducer(model.named_parameters(), buckets=plan, warmup_steps=0, density=1.0) as reducer:
+    with oktopk.AllReducer(
+        model.named_parameters(), buckets=plan, warmup_steps=0, density=1.0, values="fp32"
+    ) as reducer:
         exact = torch.full((7,), 1.0001)
         grads = {"weight": torch.ones(5, 40, dtype=torch.float16), "scale": exact.clone()}
         result = reducer.sync(grads)

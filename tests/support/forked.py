@@ -44,7 +44,8 @@ class ForkedProgram:
             raise ValueError(f"cannot be forked: {command}")
         if (stdin, start_new_session) != (subprocess.DEVNULL, True):
             raise ValueError("a forked program has no input, and a session of its own")
-        self._pipe = tempfile.TemporaryFile()  # noqa: SIM115  closed at the end of the block
+        piped = subprocess.PIPE in (stdout, stderr)
+        self._pipe = tempfile.TemporaryFile() if piped else None  # noqa: SIM115  closed at the end of the block
         outputs = [
             _path(self._pipe if output == subprocess.PIPE else output, own)
             for output, own in ((stdout, 1), (stderr, 2))
@@ -69,6 +70,8 @@ class ForkedProgram:
 
     def communicate(self, timeout: float | None = None) -> tuple[bytes, None]:
         self.wait(timeout)
+        if self._pipe is None:
+            return b"", None
         self._pipe.seek(0)
         return self._pipe.read(), None
 
@@ -87,7 +90,8 @@ class ForkedProgram:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.wait()
-        self._pipe.close()
+        if self._pipe is not None:
+            self._pipe.close()
 
 
 _FACE = SimpleNamespace(Popen=ForkedProgram, DEVNULL=subprocess.DEVNULL)

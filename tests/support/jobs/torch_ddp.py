@@ -33,7 +33,7 @@ def register_on_every_model() -> None:
 
     def make_and_register(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        oktopk.OkTopkState(density=1.0, warmup_steps=0, auto=False).register(self)
+        oktopk.OkTopkState(density=1.0, warmup_steps=0, auto=False, values="fp32").register(self)
 
     DistributedDataParallel.__init__ = make_and_register  # type: ignore[method-assign]
 
