@@ -113,7 +113,7 @@ def test_both_decisions_and_the_way_back_are_said_alike(
 @pytest.mark.parametrize(
     ("steps", "warmup", "why"),
     [
-        (3, 5, "all 3 steps were dense: the warm-up takes 5. For so few, pass warmup_steps=None, total_steps=3"),
+        (3, 5, "all 3 steps were dense: the warm-up takes 5. For so few, pass total_steps=3"),
         (7, 5, "5 steps were dense, and the run ended after 2 sparse ones on trial"),
         (20, 5, "12 of 20 steps were dense, because that was faster: 234 ms per step (from its"),
     ],

@@ -160,7 +160,7 @@ def trained(
     """After ten steps; without an algorithm DDP has no hook."""
     net = DDP(mlp(dtype), bucket_cap_mb=0.003, **ddp)
     optimizer = sgd(net)
-    state = hook_up(net, optimizer, algorithm=algorithm, density=density) if algorithm else None
+    state = hook_up(net, optimizer, algorithm=algorithm, density=density, values="fp32") if algorithm else None
     train(net, optimizer, range(10))
     if state is not None:
         assert state.step == 10

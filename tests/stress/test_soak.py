@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import sys
@@ -29,6 +30,7 @@ def short_soak(connect: Callable[..., Any]) -> dict[str, Any]:
     from stress.soak.job import soak
 
     torch.set_num_threads(1)
+    gc.unfreeze()  # objects of before the fork are counted, too
     logging.getLogger("oktopk").setLevel(logging.ERROR)
     return asdict(soak(STEPS, SEED))
 

@@ -30,6 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import oktopk
@@ -238,6 +239,9 @@ def _run_job(
     directory: Path, rank: int, connect: Callable[..., Any], job: Callable[..., Any], args: tuple[Any, ...]
 ) -> int:
     """The exit code. Nothing that the job has made is kept."""
+    torch.set_num_threads(
+        torch.get_num_threads()
+    )  # its pool is lost in the fork: made by one thread, not by several
     _write(directory / f"{rank}.pid", str(os.getpid()).encode())
     try:
         outcome = Outcome(value=job(connect, *args))

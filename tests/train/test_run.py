@@ -94,9 +94,9 @@ def test_a_run_with_a_measured_density_repeats_from_its_result(runs: Runs) -> No
     recipe = Recipe(samples=40 * BATCH * 2)
     first = runs("first", recipe=recipe, density="auto", **options)
     assert first.result["density"] == "auto"
-    assert first.result["schedule"].startswith("0:dense,2:0.25,")
+    assert first.result["schedule"].startswith("0:dense,1:0.25,")
     plan = json.loads((first.folder / "plan.json").read_text())
-    assert (plan["dense_steps"], plan["sparse_steps"], plan["ramp_steps"]) == (2, 78, 7)
+    assert (plan["dense_steps"], plan["sparse_steps"], plan["ramp_steps"]) == (1, 79, 7)
     assert "a density of 0.01 to 0.25 by measurement" in (first.folder / "train.log").read_text()
     again = runs("again", recipe=recipe, density=first.result["schedule"], **options)
     assert again.result["schedule"] == first.result["schedule"]

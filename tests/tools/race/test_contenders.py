@@ -45,7 +45,7 @@ def test_torch_contenders_keep_their_numbers(rank: int, count: int, lr: float) -
 def test_defaults_are_those_of_the_front_end_and_of_the_protocol() -> None:
     ours = parse_contender("oktopk").settings
     assert ours is not None
-    assert (ours.density, ours.warmup_steps, ours.auto, ours.values) == (0.01, 128, True, "fp32")
+    assert (ours.density, ours.warmup_steps, ours.auto, ours.values) == (0.01, 5, True, "fp16")
     assert parse_contender("powersgd").warmup_steps == 20
     assert parse_contender("oktopk:tau=16").algorithm.tau == 16  # type: ignore[union-attr]
     assert parse_contender("oktopk:dense=*.bias+norm*").settings.dense == ("*.bias", "norm*")  # type: ignore[union-attr]
@@ -106,7 +106,6 @@ def test_every_kind_can_be_attached() -> None:
         ("oktopk:density=2", "density must be in (0, 1]"),
         ("oktopk:density=abc", "density must be in (0, 1]"),
         ("oktopk:budget=2", "budget must be in (0, 1], got 2"),
-        ("oktopk:warmup_steps=None", "give total_steps=, too"),
         ("oktopk:warmup_values=fp8", "unknown warmup_values 'fp8'"),
         ("oktopk:values=fp15", "unknown value format 'fp15'"),
         ("oktopk:fp16", "did you mean values=fp16?"),

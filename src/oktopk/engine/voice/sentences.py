@@ -126,7 +126,7 @@ def ending_sentence(dense: int, tried: int, to_go: int, warmup: int, measured: s
         measured: what the last comparison found, if there was one.
 
     >>> ending_sentence(60, 0, 68, 128, None)
-    'oktopk: all 60 steps were dense: the warm-up takes 128. For so few, pass warmup_steps=None, total_steps=60'
+    'oktopk: all 60 steps were dense: the warm-up takes 128. For so few, pass total_steps=60'
     """
     if measured is not None:
         return f"oktopk: {dense} of {dense + tried} steps were dense, because that was faster: {measured}"
@@ -135,7 +135,7 @@ def ending_sentence(dense: int, tried: int, to_go: int, warmup: int, measured: s
     if to_go >= 0:
         return (
             f"oktopk: all {dense} steps were dense: the warm-up takes {warmup}. For so few, pass "
-            f"warmup_steps=None, total_steps={dense}"
+            f"total_steps={dense}"
         )
     return f"oktopk: all {dense} steps were dense: the trial of sparse ones had not begun"
 
