@@ -57,7 +57,8 @@ class FsdpState(FrontEnd):
         auto: measure dense and sparse steps, and use the faster way.
         norm_clip: scale this replica's gradient down to this norm before it is compressed.
         grad_scaler: the GradScaler whose scale the gradients have.
-        trainer: an object whose lists of metrics are filled; see set_trainer().
+        trainer: an object that gets the lists `sparsities`, `compression_ratios` and `communication_sizes`, with
+            one entry per step.
         sinks: where the metrics of every step go: those of this rank's shards.
         timeout: seconds that a rank that is alive may keep others waiting; by default the process group's own.
         **options: the other fields of `oktopk.Settings`, but for `ranks_per_host`.
