@@ -69,6 +69,9 @@ def plan_sentence(settings: Settings, parameters: int, world: int) -> str:
     oktopk: steps 0 to 19 dense (warm-up), then sparse
     a sparse step sends 1 % of 25,000,000 entries: 2 MB of indices and values instead of 100 MB
     4 ranks
+    >>> ramp = Settings(ALGORITHMS["oktopk"](), warmup_steps=5, ramp_steps=40, auto=True)
+    >>> print(plan_sentence(ramp, 25_000_000, 4).split("; ")[0])
+    oktopk: steps 0 to 4 dense (warm-up), steps 5 to 44 sparse (ramp), steps 45 to 52 on trial, then the faster way
     """
     if isinstance(settings.algorithm, Dense):
         return (
@@ -80,8 +83,9 @@ def plan_sentence(settings: Settings, parameters: int, world: int) -> str:
     if isinstance(settings.density, tuple):
         steps += f"then the given schedule of {len(settings.density)} densities"
     elif autotune.tests:
-        first = autotune.next_test(0)
-        steps += f"{_range(first, first + TRIAL)} sparse on trial, then the faster way"
+        first, ramp = autotune.next_test(0), range(warmup, warmup + schedule.ramp_steps)
+        steps += f"{_range(ramp.start, ramp.stop)} sparse (ramp), " if ramp else ""
+        steps += f"{_range(first, first + TRIAL)} {'' if ramp else 'sparse '}on trial, then the faster way"
     else:
         steps += "then sparse" if warmup else "all steps sparse"
     return f"oktopk: {steps}; {_volume(settings, schedule, parameters)}; {_ranks(world)}"
