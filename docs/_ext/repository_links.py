@@ -1,4 +1,4 @@
-"""Links of pages to files of the repository that are no pages lead to GitHub, and the files must exist."""
+"""Links of pages to files of the repository that are no pages become their paths, and the files must exist."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from sphinx.util import logging
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-SITE = "https://github.com/oktopk/oktopk"
-_LINK = re.compile(r"(?<!!)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 _logger = logging.getLogger(__name__)
 
@@ -20,15 +19,15 @@ def rewrite(text: str, folder: Path, docname: str) -> str:
     """Replace links to what is not on the site; `folder` is where relative ones begin."""
 
     def replace(match: re.Match[str]) -> str:
-        path = (folder / match[1]).resolve()
+        path = (folder / match[2]).resolve()
         if not path.exists():
-            _logger.warning("the link leads nowhere: %s", match[1], location=docname)
+            _logger.warning("the link leads nowhere: %s", match[2], location=docname)
             return match[0]
         if path.is_relative_to(DOCS) and path.is_file():
             within = path.relative_to(DOCS).as_posix()
-            return f"](/{within}{match[2] or ''})"
-        kind = "tree" if path.is_dir() else "blob"
-        return f"]({SITE}/{kind}/main/{path.relative_to(ROOT).as_posix()})"
+            return f"[{match[1]}](/{within}{match[3] or ''})"
+        shown = path.relative_to(ROOT).as_posix()
+        return f"`{shown}`" if match[1].strip("`") in (shown, path.name) else f"{match[1]} (`{shown}`)"
 
     return _LINK.sub(replace, text)
 

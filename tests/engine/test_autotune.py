@@ -313,7 +313,9 @@ def test_all_ranks_agree_on_every_density(clocks: list[list[float]], warmup: int
             tuner.record(step, density is None, seconds)
             assert tuner.density(step) == density
             if tuner.decides_after(step):
-                tuner.decide(comm)
+                tuner.decide(comm, step)
+                assert tuner.decides_after(step)  # those who only hear of the decision ask when it has come
+                assert tuner.is_trial(step)
             told = Autotune(settings)
             told.load_state_dict(tuner.state_dict())
             assert told.density(step + 1) == tuner.density(step + 1)

@@ -403,6 +403,16 @@ def test_a_fixed_density_repeats_to_the_bit_from_its_schedule(monkeypatch: pytes
         assert_same_run(first, again)
 
 
+@pytest.mark.parametrize("warmup_values", ["fp32", "bf16"])
+def test_a_default_warm_up_repeats_to_the_bit_from_its_schedule(
+    warmup_values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"density": None, "warmup_steps": None, "total_steps": 200, "warmup_values": warmup_values}
+    for first, again in replays(2, 24, monkeypatch, **options):
+        assert first.schedule[:2] == [(0, None), (2, 0.25)]
+        assert_same_run(first, again)
+
+
 def test_events_stats_and_log_have_the_density(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

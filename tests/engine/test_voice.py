@@ -113,17 +113,19 @@ def test_both_decisions_and_the_way_back_are_said_alike(
 @pytest.mark.parametrize(
     ("steps", "warmup", "why"),
     [
-        (3, 5, "all 3 steps were dense: the warm-up takes 5. For so few, pass total_steps=3"),
-        (7, 5, "5 steps were dense, and the run ended after 2 sparse ones on trial"),
+        (3, 5, "all 3 steps were dense: the warm-up takes 5. For so few, pass total_steps=3 alone"),
+        (7, 5, "5 steps were dense; the run ended after 2 sparse ones, before both were compared"),
         (20, 5, "12 of 20 steps were dense, because that was faster: 234 ms per step (from its"),
     ],
 )
+@pytest.mark.parametrize("ramp", [0, 3])
 def test_a_run_that_never_went_sparse_says_why(
-    steps: int, warmup: int, why: str, sparse_is_faster: list[bool],
+    steps: int, warmup: int, why: str, ramp: int, sparse_is_faster: list[bool],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     sparse_is_faster[0] = False
-    train(steps, warmup_steps=warmup)
+    train(steps + (ramp if steps == 20 else 0), warmup_steps=warmup, ramp_steps=ramp)
+    why = why.replace("of 20", f"of {20 + ramp}")
     lines = capsys.readouterr().err.splitlines()
     assert why in lines[-1]
     assert len(lines) == (3 if steps == 20 else 2)

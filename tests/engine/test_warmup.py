@@ -229,6 +229,8 @@ def test_without_a_length_the_warm_up_follows_from_total_steps() -> None:
         ({"warmup_steps": 7, "total_steps": 500}, (7, 0)),
         ({"warmup_steps": None, "total_steps": 500}, plan_warmup(500)),
         ({"warmup_steps": None, "total_steps": 500, "ramp_steps": 3}, (plan_warmup(500)[0], 3)),
+        ({"warmup_steps": None, "total_steps": 500, "ramp_steps": 0}, (plan_warmup(500)[0], 0)),
+        ({"warmup_steps": None}, plan_warmup(autotune.SHORT_RUN)),
     ],
 )
 def test_what_is_given_stays(given: dict[str, Any], expected: tuple[int, int]) -> None:

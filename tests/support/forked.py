@@ -20,7 +20,6 @@ from types import SimpleNamespace, TracebackType
 from typing import IO
 
 import pytest
-import torch
 
 from oktopk.utils import processes
 from oktopk.utils.processes import local_world
@@ -155,9 +154,7 @@ def _path(output: Output, own: int) -> str:
 def _become(words: list[str], environment: dict[str, str], folder: str, outputs: list[str]) -> None:
     """Go on as the program, up to its end."""
     os.setsid()
-    torch.set_num_threads(
-        torch.get_num_threads()
-    )  # its pool is lost in the fork: made by one thread, not by several
+    worlds.make_thread_pool()
     processes.subprocess = _FACE  # type: ignore[attr-defined]  # the ranks that it starts are forked, …
     worlds.start_forkserver = lambda: None  # … by the same server
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]

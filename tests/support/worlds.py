@@ -228,6 +228,11 @@ def run(transport: str, size: int, job: Callable[..., Any], *args: Any, timeout:
 # In the rank's own process.
 
 
+def make_thread_pool() -> None:
+    """torch's own is lost in a fork, and two threads that both make it anew fail with "Invalid thread pool"."""
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def _write(path: Path, data: bytes) -> None:
     """All of it or nothing, for somebody who may be looking."""
     part = path.with_suffix(".part")
@@ -252,6 +257,7 @@ def _run_job(
 
 
 def _gloo_rank(directory: Path, rank: int, size: int, job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    make_thread_pool()
     store = dist.FileStore(str(directory / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
 

@@ -84,9 +84,9 @@ class Schedule:
         """The rule that settings ask for; a density that is chosen by measurement begins at its least."""
         density = settings.min_density if isinstance(settings.density, str) else settings.density
         if settings.warmup_steps is not None:
-            return cls(density, settings.warmup_steps, settings.ramp_steps)
+            return cls(density, settings.warmup_steps, settings.ramp_steps or 0)
         warmup_steps, ramp_steps = plan_warmup(settings.total_steps or SHORT_RUN)
-        return cls(density, warmup_steps, settings.ramp_steps or ramp_steps)
+        return cls(density, warmup_steps, ramp_steps if settings.ramp_steps is None else settings.ramp_steps)
 
     def density_at(self, step: int) -> float | None:
         """The density of a sparse step; None for a dense one."""
@@ -194,7 +194,7 @@ class Autotune:
         if self.budget is not None:
             self.budget.record(step, density if counts else None, now - handed_over, now)
         if deciding is not None and decides:
-            self.decide(deciding)
+            self.decide(deciding, step)
         if deciding is not None and self.budget is not None and self.budget.decides_after(step):
             self.budget.decide(deciding, step)
         return decides
@@ -221,13 +221,14 @@ class Autotune:
         into, length = self._trial(self._settled_steps(step))
         return self.tests and into == length - 1
 
-    def decide(self, comm: Communicator) -> None:
-        """Compare what all ranks of `comm` have measured; all of them come to the same decision."""
+    def decide(self, comm: Communicator, step: int) -> None:
+        """Compare what all ranks of `comm` have measured up to this step; all come to the same decision."""
         own = torch.tensor(self.typical(), dtype=torch.float64)
         means = gather_seconds(comm, own, "dense or sparse").mean(0)
         dense, sparse = self.agreed = float(means[0]), float(means[1])
         self.prefers_dense = dense > 0 and sparse > GAIN * dense
-        self._retest = first_retest(dense, sparse)
+        if not self.has_decided(step):  # later re-tests follow at doubling distance, whatever they find
+            self._retest = first_retest(dense, sparse)
 
     def typical(self) -> tuple[float, float]:
         """(dense, sparse) seconds: the lower quartile and the median, so that training stays dense in doubt.
@@ -276,7 +277,7 @@ def read_decision(saved: Mapping[str, Any]) -> tuple[bool, int, tuple[float, flo
         raise ValueError(f"autotune: step times must be finite and not negative, got {saved['seconds']}")
     if type(saved["prefers_dense"]) is not bool:
         raise ValueError(f"autotune: prefers_dense must be a bool, got {saved['prefers_dense']!r}")
-    retest = saved["retest"]
+    retest = saved.get("retest", FIRST_RETEST)
     if type(retest) is not int or not FIRST_RETEST <= retest <= LATEST_RETEST:
         raise ValueError(
             f"autotune: the first re-test must be in [{FIRST_RETEST}, {LATEST_RETEST}], got {retest!r}"

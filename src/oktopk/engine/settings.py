@@ -31,7 +31,7 @@ Density = float | str | Sequence[tuple[int, float | None]]
 class Options(TypedDict, total=False):
     """Settings beyond the main ones, which every front end takes as keywords; see Settings."""
 
-    ramp_steps: int
+    ramp_steps: int | None
     values: str | ValueCodec
     momentum: float
     dense: Sequence[str]
@@ -59,7 +59,7 @@ class Settings:
         warmup_steps: number of dense steps before the sparse phase. None chooses it, and `ramp_steps` unless that
             is given, as a share of `total_steps`.
         ramp_steps: number of sparse steps over which the density falls from 25 % to `density`, or to `min_density`
-            if that is "auto".
+            if that is "auto". None is 0 after a warm-up of given length, and otherwise chosen with it.
         values: format of values on the wire: fp32, bf16, fp16, e4m3 (8 bits), that of a plug-in, or a ValueCodec.
             The rounding error stays in the residual.
         momentum: factor of momentum correction with factor masking, as in Deep Gradient Compression; 0 is off. The
@@ -91,7 +91,7 @@ class Settings:
     algorithm: Algorithm
     density: float | str | Pairs = DEFAULT_DENSITY
     warmup_steps: int | None = LONG_WARMUP
-    ramp_steps: int = 0
+    ramp_steps: int | None = None
     values: str | ValueCodec = "fp16"
     momentum: float = 0.0
     norm_clip: float | None = None
@@ -119,6 +119,8 @@ class Settings:
         chosen: dict[str, Any] = dict(options)
         if density is None:
             density = DEFAULT_DENSITY
+        elif warmup_steps is None and isinstance(pairs := check_density(density), tuple):
+            warmup_steps = next((step for step, share in pairs if share is not None), 0)
         elif warmup_steps is None and chosen.get("total_steps") is None:
             warmup_steps = LONG_WARMUP
         patterns = chosen.pop("dense", ())
@@ -158,7 +160,7 @@ class Settings:
         least_of |= dict.fromkeys(("max_skipped", "ranks_per_host", "total_steps"), 1)
         for name, least in least_of.items():
             value = getattr(self, name)
-            if value is None and name in ("warmup_steps", "total_steps"):
+            if value is None and name in ("warmup_steps", "ramp_steps", "total_steps"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")

@@ -133,7 +133,12 @@ class LocalOptimizer(WrappedOptimizer):
             if isinstance(averaged_state, str) or not all(isinstance(key, str) for key in averaged_state):
                 raise ValueError(f"averaged_state must be names such as ['exp_avg_sq'], got {averaged_state!r}")
             chosen = choose_algorithm(algorithm, compressor)
-            settings = Settings.from_options(chosen, density, warmup_steps, None, auto, _accepted(options))
+            accepted = _accepted(options)
+            if isinstance(steps := accepted.get("total_steps"), int):
+                accepted["total_steps"] = -(
+                    -steps // sync_every
+                )  # exchanges, as everything that the engine counts
+            settings = Settings.from_options(chosen, density, warmup_steps, None, auto, accepted)
             network = model.module if isinstance(model, DistributedDataParallel) else model
             if self._mesh is not None:
                 self._check_sharded(model, self._mesh)

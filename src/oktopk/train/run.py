@@ -29,7 +29,7 @@ from .checkpoint.snapshot import CheckpointError, ModelIdentity
 from .checkpoint.storage import Checkpoints
 from .collective_errors import mark_collective
 from .config.kinds import format_schedule
-from .config.options import COMMAND_LINE, DEFAULT, ENVIRONMENT, ConfigError, TrainConfig
+from .config.options import COMMAND_LINE, ENVIRONMENT, ConfigError, TrainConfig
 from .config.origins import ResolvedConfig, to_toml
 from .config.plan import Plan
 from .console import format_summary, log_start
@@ -107,9 +107,8 @@ def _fit(
     if config.shard > 1:
         mesh = make_mesh(next(task.model.parameters()).device.type, config.shard, comm.world)
         shard_model(task.model, mesh["shard"])
-    # A warm-up that nobody has given may be a share of the run.
-    chosen = config.warmup_steps == AUTO or resolved.origins["warmup_steps"] == DEFAULT
-    inner, total = build_optimizer(config, task.model), plan.steps if chosen else None
+    total = plan.steps if config.warmup_steps == AUTO else None
+    inner = build_optimizer(config, task.model)
     with hushed():  # the plan has been logged
         optimizer = _make_optimizer(config, inner, task.model, comm, total, mesh)
     with optimizer:

@@ -106,9 +106,9 @@ class ShardedOptimizer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state_dict() of this mesh, whose residuals may be this rank's parts alone."""
         oktopk, own = dict(state_dict["oktopk"]), self._state.state_dict()
-        for memory in _MEMORIES:
-            if memory in own:
-                saved = oktopk[memory]
+        for memory in _MEMORIES:  # momentum correction may have been switched on or off since
+            saved = oktopk.pop(memory, None)
+            if saved is not None and memory in own:
                 oktopk[memory] = {name: distribute(saved[name], like) for name, like in own[memory].items()}
         self._state.load_state_dict(oktopk)
         self.inner.load_state_dict({name: value for name, value in state_dict.items() if name != "oktopk"})

@@ -83,8 +83,9 @@ def plan_sentence(settings: Settings, parameters: int, world: int) -> str:
     if isinstance(settings.density, tuple):
         steps += f"then the given schedule of {len(settings.density)} densities"
     elif autotune.tests:
-        first, ramp = autotune.next_test(0), range(warmup, warmup + schedule.ramp_steps)
-        steps += f"{_range(ramp.start, ramp.stop)} sparse (ramp), " if ramp else ""
+        first = autotune.next_test(0)
+        ramp = range(warmup, warmup + schedule.ramp_steps) if settings.fusion_density < RAMP_FROM else ()
+        steps += f"{_range(ramp[0], ramp[-1] + 1)} sparse (ramp), " if ramp else ""
         steps += f"{_range(first, first + TRIAL)} {'' if ramp else 'sparse '}on trial, then the faster way"
     else:
         steps += "then sparse" if warmup else "all steps sparse"
@@ -124,22 +125,24 @@ def ending_sentence(dense: int, tried: int, to_go: int, warmup: int, measured: s
 
     Args:
         dense: its dense steps.
-        tried: its sparse steps, all of trials.
+        tried: its sparse steps, all of the ramp or of trials.
         to_go: steps that the warm-up still had to go.
         warmup: its length.
         measured: what the last comparison found, if there was one.
 
     >>> ending_sentence(60, 0, 68, 128, None)
-    'oktopk: all 60 steps were dense: the warm-up takes 128. For so few, pass total_steps=60'
+    'oktopk: all 60 steps were dense: the warm-up takes 128. For so few, pass total_steps=60 alone'
     """
     if measured is not None:
         return f"oktopk: {dense} of {dense + tried} steps were dense, because that was faster: {measured}"
     if tried:
-        return f"oktopk: {dense} steps were dense, and the run ended after {tried} sparse ones on trial"
+        return (
+            f"oktopk: {dense} steps were dense; the run ended after {tried} sparse ones, before both were compared"
+        )
     if to_go >= 0:
         return (
             f"oktopk: all {dense} steps were dense: the warm-up takes {warmup}. For so few, pass "
-            f"total_steps={dense}"
+            f"total_steps={dense} alone"
         )
     return f"oktopk: all {dense} steps were dense: the trial of sparse ones had not begun"
 

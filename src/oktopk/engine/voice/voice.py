@@ -58,7 +58,9 @@ class Voice:
             self.plan(event.volume.size)
         self._parameters, self._last = event.volume.size, event
         self._steps[event.phase] += 1
-        self._went_sparse |= event.phase == SPARSE and not self._autotune.is_trial(event.step)
+        tests, step = self._autotune.tests, event.step
+        stays = not tests or (self._autotune.has_decided(step) and not self._autotune.is_trial(step))
+        self._went_sparse |= event.phase == SPARSE and stays
         if not event.skipped:
             self._sent[event.phase] = event.wire.sent_bytes
 

@@ -143,7 +143,7 @@ class FrontEndAttached(Attached):
     def __init__(self, contender: Contender, network: nn.Module, optimizer: Optimizer) -> None:
         super().__init__(contender, network, optimizer)
         assert contender.settings is not None
-        self._ramp_steps = contender.settings.ramp_steps
+        self._ramp_steps = contender.settings.ramp_steps or 0
         self._options: dict[str, Any] = {
             **contender.options, "algorithm": contender.algorithm, "warmup_steps": contender.warmup_steps
         }  # fmt: skip

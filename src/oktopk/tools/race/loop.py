@@ -102,7 +102,7 @@ class CellLoop:
         self.limit = self.race.steps or self.task.steps_per_epoch * config.max_epochs
         if self.timing:
             settings = self.contender.settings
-            ramp = settings.ramp_steps if settings else 0
+            ramp = (settings.ramp_steps or 0) if settings else 0
             self.limit = self.contender.warmup_steps + ramp + self.race.timing_steps
 
     def run(self) -> dict[str, Any]:

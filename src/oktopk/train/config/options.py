@@ -145,8 +145,12 @@ class TrainConfig:
         COMPRESSION,
         "apply momentum before compression instead of after averaging",
     )
-    ramp_steps: int = option(
-        0, integer(0), COMPRESSION, "sparse steps over which the density falls from 25 %% to --density"
+    ramp_steps: int | None = option(
+        None,
+        integer(0),
+        COMPRESSION,
+        "sparse steps over which the density falls from 25 %% to --density (default: 0; 8 %% of the run with "
+        "--warmup-steps auto)",
     )
     tau: int | None = option(
         None, integer(1), COMPRESSION, "steps between rebalancing of regions (oktopk; default: 64)"

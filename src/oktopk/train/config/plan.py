@@ -43,7 +43,7 @@ class Plan:
         """The plan of a run with these options; --warmup-steps auto becomes a number, by the length of the run."""
         assert config.max_epochs is not None
         known = (
-            *("max_epochs", "max_steps", "algorithm", "density", "ramp_steps", "ranks_per_host", "budget"),
+            *("max_epochs", "max_steps", "algorithm", "density", "ranks_per_host", "budget"),
             *("min_density", "warmup_values", "shard"),
         )
         plan = cls(
@@ -52,11 +52,16 @@ class Plan:
             world=world,
             warmup_steps=config.warmup_steps if isinstance(config.warmup_steps, int) else 0,
             **{name: getattr(config, name) for name in known},
+            ramp_steps=config.ramp_steps or 0,
         )
         if isinstance(config.warmup_steps, int):
             return plan
         warmup_steps, ramp_steps = plan_warmup(plan.steps)
-        return replace(plan, warmup_steps=warmup_steps, ramp_steps=plan.ramp_steps or ramp_steps)
+        return replace(
+            plan,
+            warmup_steps=warmup_steps,
+            ramp_steps=ramp_steps if config.ramp_steps is None else config.ramp_steps,
+        )
 
     @property
     def steps(self) -> int:
