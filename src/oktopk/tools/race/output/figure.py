@@ -39,8 +39,9 @@ def draw(document: Document, path: Path) -> None:
             for panel in panels[0]
             for line, name in zip(*panel.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(names.values(), names.keys(), loc="outside lower center", ncols=min(3, max(1, len(names))),
-                      frameon=False, fontsize=8)  # fmt: skip
+        labels = ["\n".join(break_name(name)) for name in names]
+        figure.legend(names.values(), labels, loc="outside lower center", ncols=min(3, max(1, len(names))),
+                      frameon=False, fontsize=7.5)  # fmt: skip
         config, ranks = document["race"]["config"], document["race"]["ranks"]
         what = document["target"] or (f"{document['seconds']:g} s each" if document["seconds"] else "")
         figure.suptitle(f"{config['dnn']}, {ranks} ranks: {what}", fontsize=11)
@@ -51,6 +52,7 @@ def draw(document: Document, path: Path) -> None:
 
 def _curves(panel: Axes, document: Document, link: str) -> None:
     styles, metric, seen = styles_of(document), document["metric"], set[str]()
+    trained: list[float] = []
     trials = [trial for trial in document["trials"] if trial["link"] == link]
     composed = {trial["contender"] for trial in trials if trial["how"] == COMPOSED}
     order = list(styles)
@@ -61,6 +63,7 @@ def _curves(panel: Axes, document: Document, link: str) -> None:
         colour, dash = styles[name]
         points = [(p["seconds"], p["metrics"].get(metric)) for p in trial["curve"]]
         known = [(x, y) for x, y in points if y is not None]
+        trained += [y for x, y in known if x > 0]
         panel.plot(
             [x for x, _ in known], [y for _, y in known], color=colour, linestyle=_DASHES[dash], marker=".",
             markersize=4, linewidth=1.3, label=None if name in seen else name,
@@ -68,6 +71,9 @@ def _curves(panel: Axes, document: Document, link: str) -> None:
         seen.add(name)
     if document["race"]["target"] is not None:
         panel.axhline(document["race"]["target"]["value"], color=GREY, linestyle="--", linewidth=1)
+    if trained:  # the metric before the first step would leave no room for the others
+        margin = 0.08 * (max(trained) - min(trained)) or 0.01
+        panel.set_ylim(min(trained) - margin, max(trained) + margin)
     panel.set_title(link_name(link), fontsize=10)
     panel.set_xlabel("time on the clock (s)", fontsize=9)
     panel.set_ylabel(str(metric), fontsize=9)
