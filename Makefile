@@ -21,7 +21,7 @@ demo: $(INSTALLED) ## train a small speech recogniser over a slow link, dense an
 test quick seeds: export OMP_NUM_THREADS := 1
 test quick seeds: export PYTHONDONTWRITEBYTECODE := # hundreds of processes would compile the same sources
 test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire"
-	$(BIN)/python -m pytest -n 4 $(BY_FILE) $(ARGS)
+	$(BIN)/python -m pytest -n 6 $(BY_FILE) $(ARGS)
 
 quick: $(INSTALLED) ## laws, contracts and units only, with fewer examples of each property
 	$(BIN)/python -m pytest -m quick -n 2 $(BY_FILE) --hypothesis-profile quick $(ARGS)
