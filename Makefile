@@ -24,7 +24,7 @@ test: $(INSTALLED) ## run the tests; options for pytest: make test ARGS="-k wire
 	$(BIN)/python -m pytest -n 6 $(BY_FILE) $(ARGS)
 
 quick: $(INSTALLED) ## laws, contracts and units only, with fewer examples of each property
-	$(BIN)/python -m pytest -m quick -n 2 $(BY_FILE) --hypothesis-profile quick $(ARGS)
+	$(BIN)/python -m pytest -m quick -n 4 --dist worksteal --hypothesis-profile quick $(ARGS)
 
 seeds: $(INSTALLED) ## all property tests with 20 hypothesis seeds
 	env -u CI $(BIN)/python -m pytest -m property -n 2 $(BY_FILE) --seeds 20 -o timeout=2400 $(ARGS)
