@@ -73,8 +73,8 @@ ARCHIVES = {"an4": ("an4.tar.xz", ("--min-seconds", "1")), "cifar10": ("cifar10_
 EXPERIMENTS = {
     "equal-time": Experiment(
         "gpt_race", "shakespeare", ("--seconds", "120"),
-        (Command((ONE, FIVE, "powersgd:4"), "0,1,2", "100mbit"),
-         Command(("ddp", "ddp-fp16", "powersgd:2", "oktopk"), "0", "100mbit")),
+        (Command(("local", "oktopk", ONE, FIVE, "powersgd:4"), "0,1,2", "100mbit"),
+         Command(("ddp", "ddp-fp16", "powersgd:2"), "0", "100mbit")),
     ),
     "adamw": Experiment(
         "gpt_race", "shakespeare", ("--steps", "800", "--val-every-steps", "50"),

@@ -363,6 +363,13 @@ def _fail_with(said: str) -> None:
     raise ValueError(said)
 
 
+def test_a_warm_up_by_total_steps_is_a_share_of_the_exchanges() -> None:
+    with oktopk.LocalOptimizer(
+        adamw((model := make_model()).parameters()), model=model, sync_every=30, total_steps=1000
+    ) as optimizer:
+        assert optimizer._engine.settings.total_steps == 34
+
+
 # What is refused, on all ranks.
 
 
@@ -373,6 +380,7 @@ def _fail_with(said: str) -> None:
         ({"norm_clip": 1.0}, r"LocalOptimizer has no norm_clip: call clip_grad_norm_\("),
         ({"backward_passes": 2}, "LocalOptimizer has no backward_passes: gradients accumulate"),
         ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
+        ({"total_steps": True}, "total_steps must be an integer of at least 1, got True"),
         ({"average_state_every": True}, "average_state_every must be an integer of at least 1, got True"),
         ({"averaged_state": "exp_avg_sq"}, r"averaged_state must be names such as \['exp_avg_sq'\]"),
         ({"lr_scale": 0.0}, "lr_scale must be None or a number above 0, got 0.0"),

@@ -51,7 +51,7 @@ _SETTLING = 2 * WINDOW
 """Sparse steps before the first trial, if the density is chosen by measurement."""
 
 
-def plan_warmup(total_steps: int = SHORT_RUN) -> tuple[int, int]:
+def plan_warmup(total_steps: int) -> tuple[int, int]:
     """The rule behind `warmup_steps=None`: (dense steps, ramp steps) of a run of so many.
 
     >>> plan_warmup(500), plan_warmup(10_000), plan_warmup(100_000)

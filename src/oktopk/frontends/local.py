@@ -134,10 +134,8 @@ class LocalOptimizer(WrappedOptimizer):
                 raise ValueError(f"averaged_state must be names such as ['exp_avg_sq'], got {averaged_state!r}")
             chosen = choose_algorithm(algorithm, compressor)
             accepted = _accepted(options)
-            if isinstance(steps := accepted.get("total_steps"), int):
-                accepted["total_steps"] = -(
-                    -steps // sync_every
-                )  # exchanges, as everything that the engine counts
+            if type(steps := accepted.get("total_steps")) is int:  # the engine counts exchanges
+                accepted["total_steps"] = math.ceil(steps / sync_every)
             settings = Settings.from_options(chosen, density, warmup_steps, None, auto, accepted)
             network = model.module if isinstance(model, DistributedDataParallel) else model
             if self._mesh is not None:
